@@ -1,14 +1,33 @@
-"""Tiny random models of the decoder families of transformers."""
+"""The decoder families of transformers, and what `FP8Cache` does with each: `docs/families.md`.
+
+python -m tests.support.families --write    # after an upgrade of transformers
+"""
 
 from __future__ import annotations
 
-import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+import re
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
 
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
+from fp8attn.numerics import relative_error
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 VOCABULARY = 97
-# Attributes of configs and small values for them. A config gets those that it has.
+TOKENS, STEPS = 140, 4
+LAYERS = 4
+# Small values for attributes of configs. A config gets those that it has.
 SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2,
     "head_dim": 64, "max_position_embeddings": 512, "intermediate_size": 96, "ffn_dim": 96, "ffn_hidden_size": 96, "n_inner": 96,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "intermediate_size_mlp": 96,
     "expert_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32, "prefix_dense_intermediate_size": 96,
@@ -21,5 +40,133 @@ SMALL = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_num_heads": 4,
     "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "mamba_dt_rank": 8, "mamba_headdim": 32, "n_mamba_heads": 8,
-    "mamba_ngroups": 1, "num_mem_blocks": 1, "lru_width": 128, "chunk_size": 16, "mamba_chunk_size": 16, "block_size": 32,
+    "mamba_ngroups": 1, "num_mem_blocks": 1, "chunk_size": 16, "mamba_chunk_size": 16,
 }  # fmt: skip
+MAMBA = {"mamba_d_head": 64}  # times the heads: twice the hidden size
+# Families whose config needs more than `SMALL`, by model_type.
+MORE = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 64},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"intermediate_size": [96] * LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                     "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * LAYERS},
+}  # fmt: skip
+
+
+@cache
+def families() -> dict[str, type[PreTrainedConfig]]:
+    """The config of each family of causal language models, by its model_type. Multimodal models have one of these as their text model."""
+    found = {}
+    for config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            if config().get_text_config(decoder=True).model_type == config.model_type:
+                found[config.model_type] = config
+        except (AttributeError, ValueError, StrictDataclassError):  # a config without defaults, of a model that is part of another
+            continue
+    return dict(sorted(found.items()))
+
+
+def small(config: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """A config of this family for a model of some hundred thousand weights."""
+    default = config()
+    values = {name: value for name, value in SMALL.items() if hasattr(default, name)}
+    values = {name: value for name, value in values.items() if name != "sliding_window" or default.sliding_window is not None}
+    values |= MORE.get(config.model_type, {})
+    if config.model_type not in MORE and getattr(default, "layer_types", None):
+        kinds = list(dict.fromkeys(default.layer_types))
+        values["layer_types"] = (kinds * LAYERS)[:LAYERS]
+    while True:
+        try:
+            return config(**values)
+        except AttributeError as error:  # an attribute that follows from others
+            named = re.search(r"property '(\w+)'", str(error))
+            if named is None or values.pop("layer_types" if named[1] == "layers_block_type" else named[1], None) is None:
+                raise
+
+
+@cache
+def config_of(name: str) -> PreTrainedConfig:
+    """A family's small config, or its default one if there is none (families that are refused)."""
+    config = families()[name]
+    try:
+        return small(config)
+    except (AttributeError, NotImplementedError, ValueError, AmbiguousGlobalPerLayerAttributeError, StrictDataclassError):
+        return config()
+
+
+def model_of(config: PreTrainedConfig) -> transformers.PreTrainedModel:
+    """A random model with this config, whose attention is neither flat nor one-hot."""
+    torch.manual_seed(0)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = (cls[0] if isinstance(cls, tuple) else cls)(config).eval()
+    for name, p in model.named_parameters():
+        if p.dim() >= 2 and "A_log" not in name:
+            p.data.normal_(std=0.9 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+    return model
+
+
+@torch.no_grad()
+def errors(config: PreTrainedConfig) -> list[float]:
+    """The relative errors of a model's logits on a growing and on a static `FP8Cache`, beside transformers' own cache."""
+    model = model_of(config)
+    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def logits(made: transformers.Cache) -> torch.Tensor:
+        prompt = model(ids[:, :-STEPS], past_key_values=made).logits
+        steps = [model(ids[:, i : i + 1], past_key_values=made).logits for i in range(TOKENS - STEPS, TOKENS)]
+        return torch.cat([prompt, *steps], 1)
+
+    model.set_attn_implementation("eager")
+    exact = logits(DynamicCache(config=model.config))
+    return [relative_error(logits(FP8Cache(model, max_cache_len=length)), exact) for length in (None, TOKENS)]
+
+
+def page(untried: dict[str, str]) -> str:
+    """The text of `docs/families.md`. `untried`: families of which the test makes no model, and why."""
+    served, refused = defaultdict(list), defaultdict(list)
+    for name in families():
+        if name in untried:
+            continue
+        reason = unsupported_reason(config_of(name))
+        if reason is None:
+            kinds = {layer.kind for layer in layers_of(config_of(name)) if not layer.is_full} - {"dummy"}
+            served[", ".join(sorted(kind.replace("_", " ").removesuffix(" attention") for kind in kinds)) or "none"].append(name)
+        else:
+            refused[_in_short(reason)].append(name)
+    lines = [
+        "# Families of models in transformers", "",
+        f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, by `model_type`.",
+        "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64, and compares",
+        "its logits on a growing and on a static cache with those on transformers' own cache. `python -m tests.support.families --write`",
+        "writes this page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
+        "have another head_dim or other layers.", "",
+        "## Served", "", "| layers that stay in 16 bits | families |", "|---|---|",
+        *(f"| {kinds} | {', '.join(names)} |" for kinds, names in sorted(served.items(), key=lambda item: -len(item[1]))), "",
+        "## Refused", "", "| because | families |", "|---|---|",
+        *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items(), key=lambda item: -len(item[1]))), "",
+        "## Not tried", "", "| the test makes no small model, because | families |", "|---|---|",
+        *(f"| {reason} | {name} |" for name, reason in sorted(untried.items())), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _in_short(reason: str) -> str:
+    """A reason without the family's own name and numbers."""
+    reason = re.sub(r"^'[\w-]+' ", "", reason.split(". Use transformers")[0].split("; use transformers")[0])
+    reason = re.sub(r"every layer of '[\w-]+'", "every layer", reason)
+    return re.sub(r" ?\([^()]*\)", "", reason)
+
+
+if __name__ == "__main__":
+    from tests.integrations.transformers.test_families import UNTRIED
+
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("python -m tests.support.families --write")
+    PAGE.write_text(page(UNTRIED))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers.config import calls_attention_interface, decoder_config, layers_of
+from fp8attn.integrations.transformers.config import LayerSpec, calls_attention_interface, decoder_config, layers_of
 from fp8attn.integrations.transformers.tensors import tokens_of
+from fp8attn.scales import ranges
 
 OBSERVED = "fp8_observed"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 Batch = torch.Tensor | Mapping[str, torch.Tensor]
@@ -81,6 +82,19 @@ AttentionInterface.register(OBSERVED, observed_attention)
 AttentionMaskInterface.register(OBSERVED, observed_mask)
 
 
+def check_observable(specs: Sequence[LayerSpec]) -> None:
+    """Refuse layers that have the state of a linear layer beside attention: no cache here has both.
+
+    Raises:
+        UsageError: there are such layers.
+    """
+    if hybrid := [index for index, spec in enumerate(specs) if spec.kind == "hybrid"]:
+        raise UsageError(
+            f"layers {ranges(hybrid)} have attention and the state of a linear layer, which calibration does not run. Leave out the "
+            "scales: pages set their own"
+        )
+
+
 @contextmanager
 def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None]]:
     """Prepare a model for observation, and restore it afterwards.
@@ -93,6 +107,7 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
         computes its attention itself (`calls_attention_interface`), Q is not seen.
     """
     specs = layers_of(model.config)
+    check_observable(specs)
     layers = frozenset(index for index, spec in enumerate(specs) if spec.is_full)
     own = decoder_config(model.config)._attn_implementation
     sees_queries = calls_attention_interface(decoder_config(model.config)) and own in {"eager", *AttentionInterface().valid_keys()}

@@ -14,6 +14,7 @@ from fp8attn_tools import calibrate  # noqa: E402
 from fp8attn_tools.diagnostics import examine  # noqa: E402
 from fp8attn_tools.evaluation.caches import cache_factory  # noqa: E402
 from fp8attn_tools.evaluation.stress import STRENGTHS, plant  # noqa: E402
+from tests.support.families import model_of, small  # noqa: E402
 from tests.support.transformers_models import VOCABULARY, bare, make, one_thread  # noqa: E402, F401
 
 TOKENS = 1024
@@ -81,6 +82,26 @@ def test_planted_biases(bias, band, family):
         assert names_an_offset and scales.k_offsets[0] == pytest.approx(bias / 0.9, rel=0.35)  # the deviations are 0.8 to 1
     elif bias == 10:
         assert not names_an_offset and not scales.k_offsets
+
+
+@torch.no_grad()
+def test_channels_that_rope_does_not_get_keep_their_bias():
+    """Phi gives RoPE half of the channels. The others have the bias at every position."""
+    model = model_of(small(transformers.PhiConfig))
+    projection = model.model.layers[2].self_attn.k_proj
+    projection.bias.zero_()
+    projection.bias.unflatten(0, (-1, 64))[1, 40] = 50.0
+    found = layer_biases(model)
+    assert set(found) == {2} and found[2].v_mean is None and not found[2].unread
+    expected = torch.zeros(2, 64)
+    expected[1, 40] = 50.0
+    torch.testing.assert_close(found[2].k_mean, expected)
+
+
+def test_a_projection_that_takes_more_than_inputs_is_not_run():
+    model = model_of(small(transformers.ZayaConfig))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        FP8Cache(model)
 
 
 def test_e4m3_keys_are_rotated_where_no_offset_is_left():

@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 
+from fp8attn import UsageError
 from fp8attn.cache import storage
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.numerics import relative_error
+from fp8attn_tools import calibrate
 from tests.integrations.transformers.test_cache import interrupted
 from tests.support.transformers_models import (  # noqa: F401
     HYBRIDS,
@@ -128,3 +130,16 @@ def test_layers_of_several_shapes_have_pages_for_each(tmp_path):
     with torch.no_grad():
         assert torch.equal(*(model(more, past_key_values=each).logits for each in (cache, loaded)))
     assert first.isfinite().all()
+
+
+def test_calibration_of_models_with_linear_layers():
+    """Those whose attention has a layer of its own are calibrated in chunks; others are refused."""
+    ids = prompt(2, 200)
+    model = make("qwen3.5-linear")
+    scales = calibrate(model, [ids], chunk=64)
+    with using(model, "eager"):
+        exact = logits(model, plain(model.config), ids)
+    assert set(scales.layers) == {1}
+    assert relative_error(logits(model, FP8Cache(model, scales=scales), ids), exact) < 0.06
+    with pytest.raises(UsageError, match="layers 0-2 have attention and the state of a linear layer"):
+        calibrate(make("falcon-h1-hybrid"), [ids])

@@ -104,7 +104,8 @@ def spread_layers(model: nn.Module) -> set[int]:
 def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | None]]:
     """The decoder's attention modules, each with its layer's index and the norm before it, if that is known."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and (hasattr(module, "k_proj") or _fused(module)):
+        separate = hasattr(module, "k_proj") and hasattr(module, "v_proj")
+        if isinstance(getattr(module, "layer_idx", None), int) and (separate or _fused(module)):
             attention: Attention = module
             layer = model.get_submodule(name.rpartition(".")[0])
             yield attention.layer_idx, attention, getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
@@ -160,7 +161,7 @@ def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tup
         return None
     if type(linear) in (nn.Linear, Conv1D) and _is_plain(linear) and (norm is None or _is_plain(norm)):
         found = _read(linear, norm)
-    elif _is_loaded(linear) and (norm is None or _is_loaded(norm)):
+    elif _is_function_of_inputs(linear) and _is_loaded(linear) and (norm is None or _is_loaded(norm)):
         found = _run(linear, norm, getattr(linear, "in_features", None) or attention.config.hidden_size)
     else:
         return None
@@ -183,6 +184,12 @@ def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tup
 def _is_plain(module: nn.Module) -> bool:
     """Whether the parameters are what the module computes with."""
     return all(type(x) is nn.Parameter and x.dtype in PLAIN and not x.is_meta for x in module.parameters())
+
+
+def _is_function_of_inputs(module: nn.Module) -> bool:
+    """Whether it takes inputs alone. Zaya's projection also takes the cache."""
+    given = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given) == 1
 
 
 def _is_loaded(module: nn.Module) -> bool:
@@ -278,11 +285,15 @@ def _rotated(
     layer_type = {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
     cos, sin = rotary(offset, positions[None], **layer_type)
     cos, sin = cos.float(), sin.float()
-    x = offset[None, :, None].expand(1, -1, count, -1)  # [1, num_kv_heads, positions, head_dim]
-    x = apply(x, x, cos, sin)[1][0]
+    width = getattr(attention, "rotary_ndims", offset.shape[1])  # Phi and StableLM give RoPE only the channels that it rotates
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[1], x[..., width:]], -1)[0]
+
+    x = rotate(offset[None, :, None].expand(1, -1, count, -1), cos, sin)  # [num_kv_heads, positions, head_dim]
     # Which channels RoPE mixes: those that are not zero after it is applied to one channel at one position.
     each = torch.eye(offset.shape[1], dtype=torch.float32, device=offset.device)[None, :, None]
-    mixed = (apply(each, each, cos[:, -1:], sin[:, -1:])[1][0, :, 0] != 0).float()
+    mixed = (rotate(each, cos[:, -1:], sin[:, -1:])[:, 0] != 0).float()
 
     def length(x: torch.Tensor) -> torch.Tensor:
         return (x.square() @ mixed).sqrt()

@@ -28,7 +28,7 @@ from ...params import BackendName, check_backend
 from ...scales import KVScales, ranges
 from . import files
 from .biases import layer_biases, spread_layers
-from .config import decoder_config, layers_of, unsupported_reason
+from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of, unsupported_reason
 from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8Layers
 from .tensors import ATTN_IMPLEMENTATION
 
@@ -145,9 +145,12 @@ class FP8Cache(Cache):
             shape = spec.num_kv_heads, spec.head_dim
             if shape not in groups:
                 groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
-            kind = FP8HybridLayer if "number_of_states" in spec.options else FP8Layer
             own = None if scales is None else scales.layer(index)
-            layers.append(kind(index, groups[shape], scales=own, rotate_keys=rotate_keys, **spec.options))
+            if spec.kind == "hybrid":
+                states = spec.options.get("number_of_states", 1)
+                layers.append(FP8HybridLayer(index, groups[shape], scales=own, rotate_keys=rotate_keys, number_of_states=states))
+            else:
+                layers.append(FP8Layer(index, groups[shape], scales=own, rotate_keys=rotate_keys))
         if not groups:
             raise UsageError(
                 "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
@@ -155,7 +158,9 @@ class FP8Cache(Cache):
             )
         super().__init__(layers=layers)
         self.groups = list(groups.values())
-        self._last = max(index for index, spec in enumerate(specs) if spec.kind != "dummy")  # the last layer that a forward updates
+        # The last layer that a forward changes. In older transformers, models change states without a call of the cache.
+        unseen = EMPTY_LAYER_TYPES if hasattr(Cache, "get_conv_state") else (*STATE_LAYER_TYPES, *EMPTY_LAYER_TYPES)
+        self._last = max(index for index, spec in enumerate(specs) if spec.kind not in unseen)
         self._open = self._updated = COMPLETE  # the layers that a forward has come to, and whose K and V it has appended
         self._first = True  # whether a forward, if one is open, found no states of linear layers
         self.identity = files.identity(model)
@@ -328,7 +333,7 @@ class FP8Cache(Cache):
         if layer_idx < self._open:
             self._repair()
         self._enter(layer_idx)
-        if layer_idx == self._last:
+        if layer_idx >= self._last:
             self._open = self._updated = COMPLETE
 
     def _enter(self, layer_idx: int) -> None:

@@ -15,9 +15,17 @@ from ...formats.page_layout import HEAD_DIMS
 FULL_LAYER_TYPES = ("full_attention", "hybrid")
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
 STATE_LAYER_TYPES = ("linear_attention", "conv")  # a state of constant size, and no K and V
-# Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits; "dummy" layers have no K and V of their own.
-UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", "dummy")
-OWN_CACHE = ("minimax",)  # models that take no other cache
+EMPTY_LAYER_TYPES = ("dummy", "moe", "mlp")  # no cache of their own
+# Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits.
+UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", *EMPTY_LAYER_TYPES)
+# Families that are refused for what their code does, which no config says.
+REFUSED = {
+    "doge": "makes attention masks of its own",
+    "git": "computes with its attention masks",
+    "minimax": "takes no cache but its own",
+    "inkling_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
+    "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
+}
 _USE_DYNAMIC = "Use transformers' own cache (DynamicCache(config=model.config))"
 
 
@@ -77,8 +85,8 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
                 f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding, chunked and linear "
                 f"attention. {_USE_DYNAMIC}"
             )
-    if config.model_type in OWN_CACHE:
-        return f"{config.model_type!r} takes no cache but its own. Call it without past_key_values, or use transformers' own cache"
+    if config.model_type in REFUSED:
+        return f"{config.model_type!r} {REFUSED[config.model_type]}. {_USE_DYNAMIC}"
     if not calls_attention_interface(config):
         return (
             f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads 8-bit pages. "
@@ -108,10 +116,14 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
             "use transformers' own cache (EncoderDecoderCache)"
         )
     config = decoder_config(config)
-    if getattr(config, "kv_lora_rank", None) is not None:
+    configs = (getattr(config, "per_layer_config", None) or [config]) if hasattr(config, "num_hidden_layers") else []
+    if not configs or not hasattr(configs[0], "num_attention_heads"):
+        raise UsageError(f"{config.model_type!r} is not a decoder with layers of attention. {_USE_DYNAMIC}")
+    ranks = [rank for layer in configs if (rank := getattr(layer, "kv_lora_rank", None)) is not None]
+    if ranks:
         raise UsageError(
-            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={config.kv_lora_rank}): it caches latents, or K and V "
-            f"of different sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
+            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={ranks[0]}): it caches latents, or K and V of different "
+            f"sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
         )
     if cross := getattr(config, "cross_attention_layers", None):
         raise UsageError(

@@ -1,0 +1,29 @@
+"""Every decoder family of transformers: right on an FP8Cache, or refused with the reason."""
+
+import pytest
+import transformers
+
+from fp8attn.integrations.transformers.config import unsupported_reason
+from tests.support.families import PAGE, config_of, errors, families, page
+from tests.support.transformers_models import one_thread  # noqa: F401
+
+NEWEST = "5.23"  # docs/families.md is of this release
+# Families of which no small model is made, and why.
+UNTRIED = {"dbrx": "its attention and its experts have configs of their own"}
+SERVED = [name for name in families() if name not in UNTRIED and unsupported_reason(config_of(name)) is None]
+# Logits of mixtures of experts: a rounding error can choose another expert. Granite multiplies by large constants.
+LOUD = 0.25
+
+pytestmark = pytest.mark.skipif(not transformers.__version__.startswith(NEWEST), reason=f"docs/families.md is of transformers {NEWEST}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_a_model_of_the_family_is_right(name):
+    growing, static = errors(config_of(name))
+    assert 1e-4 < growing < LOUD  # 8 bits change something
+    assert static == pytest.approx(growing, rel=1e-3)
+
+
+def test_the_page_lists_them():
+    assert page(UNTRIED) == PAGE.read_text(), "python -m tests.support.families --write"
