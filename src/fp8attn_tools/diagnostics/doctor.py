@@ -85,7 +85,8 @@ def served(config: Any) -> Check:
 def examine(model: Any) -> list[Check]:
     """Check what the biases of a transformers model do to its K and V in 8 bits.
 
-    Names the layers that `FP8Cache` gives static means, and the layers whose K has an offset that no constant removes.
+    Names the layers that `FP8Cache` gives static means, the layers whose K has an offset that no constant removes, and those of them that
+    lose accuracy with INT8 keys.
     """
     from fp8attn.integrations.transformers.biases import layer_biases
 
@@ -101,6 +102,13 @@ def examine(model: Any) -> list[Check]:
         )
         checks.append(Check("biases of K and V", "warn", detail))
     checks += offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})
+    if steps := {index: found.k_step for index, found in biases.items() if found.loses}:
+        worst = max(steps, key=lambda layer: steps[layer])
+        detail = (
+            f"layers {ranges(steps)}: the offset makes the step of INT8 keys up to {steps[worst]:.0f} times as large (layer {worst}). "
+            f"Of the layers with offsets these lose most; keep them in 16 bits: skip_layers={sorted(steps)}"
+        )
+        checks.append(Check("steps of INT8 keys", "warn", detail))
     if not checks:
         checks.append(Check("biases of K and V", "ok", "none is several deviations: no static means"))
     return checks

@@ -76,8 +76,10 @@ def test_planted_biases(bias, band, family):
         assert found["int8 calibrated"] <= found["cast"] / 3, found
         if band == "low":  # elsewhere E4M3 keys have nothing to win: RoPE turns the bias, and their error is relative to it
             assert found["e4m3"] <= found["cast"] / 3, found
-    names_an_offset = any(check.status == "warn" and "layers 0:" in check.detail for check in examine(model))
+    warned = {check.name for check in examine(model) if check.status == "warn" and "layers 0:" in check.detail}
+    names_an_offset = "offsets of K" in warned
     assert names_an_offset == layer_biases(model)[0].stands_out
+    assert ("steps of INT8 keys" in warned) == layer_biases(model)[0].loses == (band != "low" and bias >= 50)
     if band != "low":
         assert names_an_offset and scales.k_offsets[0] == pytest.approx(bias / 0.9, rel=0.35)  # the deviations are 0.8 to 1
     elif bias == 10:
@@ -124,6 +126,22 @@ def test_k_mean_is_the_best_constant_where_rope_is_slow():
     expected = torch.where(TOKENS * frequency < 2.33, expected, 0.0)
     torch.testing.assert_close(mean.double(), torch.cat([expected.real, expected.imag]), rtol=1e-3, atol=0.01)
     assert mean.nonzero().flatten().tolist() == [60, 124]
+
+
+def test_k_step_is_how_much_larger_the_step_of_int8_keys_is():
+    """Biases of 50 in 4 of 128 channels, a deviation being about 0.9: without a mean its square is 1 + 4 * 50^2 / 0.9^2 / 128."""
+    fast, slow = (layer_biases(planted(50, band))[0] for band in ("high", "low"))
+    assert fast.k_mean is None and fast.loses and fast.k_step == pytest.approx((1 + 4 * (50 / 0.9) ** 2 / 128) ** 0.5, rel=0.1)
+    assert slow.k_mean is not None and not slow.loses and slow.k_step < 2
+
+
+def test_the_layer_to_skip_is_named():
+    """A layer whose step is a few times larger has an offset, and loses little."""
+    (check,) = (check for check in examine(planted(200, "high")) if check.name == "steps of INT8 keys")
+    assert check.status == "warn" and "skip_layers=[0]" in check.detail and "times as large (layer 0)" in check.detail
+    little = planted(10, "high")
+    assert layer_biases(little)[0].stands_out and not layer_biases(little)[0].loses
+    assert [check.name for check in examine(little)] == ["offsets of K"]
 
 
 def test_v_mean_is_the_bias_where_it_is_several_deviations():

@@ -1,10 +1,10 @@
 """Static means from a model's weights, without data: what the biases of its projections add to every K and V.
 
 V's mean is its bias. RoPE rotates K's bias, to `R(t) b` at position t; the best constant to subtract is its mean over positions. That mean
-is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. A mean is used if it is several
-deviations. There are no data to take deviations from, so they are computed from the weights: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c
-of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. K's deviation is the root mean square
-of the pair of channels that RoPE rotates together.
+is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. What remains makes the step of
+INT8 keys larger (`k_step`). A mean is used if it is several deviations. There are no data to take deviations from. They are computed from
+the weights: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a
+root mean square of g. K's deviation is the root mean square of the pair of channels that RoPE rotates together.
 
 Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused: queries, keys, values (`qkv_proj`, GPT-2's `c_attn`), or these three of
 each head after another (GPT-NeoX's `query_key_value`). Other fused forms are not read, because nothing says how they are divided. Weights
@@ -18,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"GPT2Attention": "c_attn", "GPTNeoXAttention": "query_key_value"}
 BY_HEAD = ("query_key_value",)  # each head's Q, K and V are together
+MAX_STEP = 8.0  # of `LayerBiases.k_step`: measured, steps of up to 4 cost a model little, and one of 44 half of its divergence
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -44,18 +45,26 @@ class LayerBiases:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is several deviations.
         k_offset: what remains of K's bias after subtracting `k_mean`: the root mean square over positions, in deviations, of the pair where
             it is largest.
+        k_step: how many times larger the step of rotated INT8 keys is because of what remains: the root mean square of K beside that of K
+            without its bias, in the head where this is largest.
         unread: whether there are biases that cannot be read: the projections or RoPE have an unknown form, or the weights are not loaded.
     """
 
     k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     k_offset: float = 0.0
+    k_step: float = 1.0
     unread: bool = False
 
     @property
     def stands_out(self) -> bool:
         """Whether K keeps an offset of several deviations, which no static mean removes."""
         return self.k_offset >= SEVERAL
+
+    @property
+    def loses(self) -> bool:
+        """Whether what K keeps makes the step of INT8 keys so large that the model loses accuracy."""
+        return self.k_step >= MAX_STEP
 
 
 @torch.no_grad()
@@ -73,11 +82,11 @@ def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, Laye
         biased = [which for which in "kv" if _is_biased(attention, which, norm)]
         read = {which: offset for which in biased if (offset := _offset(attention, which, norm)) is not None}
         v_mean = _several(*read["v"]) if "v" in read else None
-        rotated = _rotated(*read["k"], attention, rotary, context) if "k" in read else (None, 0.0)
+        rotated = _rotated(*read["k"], attention, rotary, context) if "k" in read else _NOTHING
         unread = len(read) < len(biased) or rotated is None
-        k_mean, k_offset = rotated or (None, 0.0)
+        k_mean, k_offset, k_step = rotated or _NOTHING
         if v_mean is not None or k_mean is not None or k_offset or unread:
-            found[index] = LayerBiases(k_mean, v_mean, k_offset, unread)
+            found[index] = LayerBiases(k_mean, v_mean, k_offset, k_step, unread)
     for index in _unknown(model) - {index for index, *_ in _attentions(model)}:
         found[index] = LayerBiases(unread=True)
     return found
@@ -269,13 +278,24 @@ def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None
     return mean if mean.any() else None
 
 
+class _Rotated(NamedTuple):
+    """K's mean after RoPE, and what remains without it, as `LayerBiases` has them."""
+
+    mean: torch.Tensor | None
+    offset: float
+    step: float
+
+
+_NOTHING = _Rotated(None, 0.0, 1.0)
+
+
 def _rotated(
     offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int
-) -> tuple[torch.Tensor | None, float] | None:
-    """K's mean after RoPE, and the offset that remains without it, in deviations. None: RoPE has an unknown form."""
+) -> _Rotated | None:
+    """What RoPE makes of K's bias. None: RoPE has an unknown form."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
-        return _several(offset, deviation), 0.0
+        return _Rotated(_several(offset, deviation), 0.0, 1.0)
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to rotate.
@@ -301,7 +321,9 @@ def _rotated(
     mean = x.mean(1)
     # If some position is farther from the mean than from zero, the mean would make the scale of that position's page larger.
     harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
-    deviation = length(deviation) / mixed.sum(0).sqrt()
-    mean = torch.where(harmless & (length(mean) >= SEVERAL * deviation), mean, 0.0)
-    left = length(x - mean[:, None]).square().mean(1).sqrt()
-    return mean if mean.any() else None, float((left / deviation).nan_to_num(0.0).amax())
+    of_pair = length(deviation) / mixed.sum(0).sqrt()
+    mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0)
+    left = x - mean[:, None]
+    in_deviations = length(left).square().mean(1).sqrt() / of_pair
+    step = (1 + left.square().mean(1).sum(1) / deviation.square().sum(1)).sqrt()
+    return _Rotated(mean if mean.any() else None, *(float(found.nan_to_num(0.0).amax()) for found in (in_deviations, step)))
