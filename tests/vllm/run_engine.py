@@ -1,9 +1,13 @@
-"""One engine of stock vLLM in a process of its own: the scales that its layers got, and log-probabilities of windows of text.
+"""One engine in a process of its own: the scales that its layers got, log-probabilities of windows of text, and answers.
 
     python run_engine.py FOLDER WINDOWS.json OUT.json [ENGINE_OPTIONS_AS_JSON]
 
-WINDOWS.json is a list of lists of token ids. With the option "reload", weights are reloaded, and all is done again ("again"). Neither
-fp8attn nor this repository is imported, so that any environment with vLLM can run it.
+WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repository is imported, so that any environment with vLLM can run it.
+Options that are not vLLM's:
+
+"reload": weights are reloaded, and all is done again ("again").
+"answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how many tokens of the
+    prompt came from blocks).
 """
 
 import json
@@ -44,6 +48,27 @@ def logprobs_of(llm, prompts):
     return found
 
 
+def answers_of(llm, prompts, tokens):
+    """Greedy answers to each prompt, and again."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    found = []
+    for _ in range(2):
+        given = [(asked.num_cached_tokens, asked.outputs[0]) for asked in llm.generate(prompts, params)]
+        found.append(
+            [
+                {
+                    "tokens": list(answer.token_ids),
+                    "logprobs": [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)],
+                    "cached": cached,
+                }
+                for cached, answer in given
+            ]
+        )
+    return found
+
+
 def main():
     """Run the engine and write what it found."""
     folder, windows, out, options = (*sys.argv[1:], "{}")[:4]
@@ -52,12 +77,14 @@ def main():
     from vllm import LLM, __version__
 
     options = json.loads(options)
-    reload = options.pop("reload", False)
+    reload, answer = options.pop("reload", False), options.pop("answer", 0)
     with open(windows) as file:
         prompts = [{"prompt_token_ids": ids} for ids in json.load(file)]
-    longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + 8
-    llm = LLM(folder, enforce_eager=True, max_model_len=longest, enable_prefix_caching=False, **options)
+    longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + max(answer, 8)
+    llm = LLM(folder, enforce_eager=True, max_model_len=longest, **({"enable_prefix_caching": False} | options))
     found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0], "logprobs": logprobs_of(llm, prompts)}
+    if answer:
+        found["answers"] = answers_of(llm, prompts, answer)
     if reload:
         found["buffers"] = llm.apply_model(buffers_of)[0]
         llm.collective_rpc("reload_weights")

@@ -58,24 +58,29 @@ def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
         assert paths == {AttentionBackendEnum.CUSTOM.get_path()}
 
 
+@pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("window", [None, 256])
-def test_a_block_is_a_page_of_each_head(window):
+def test_a_block_is_pages_of_each_head(window, pages):
     """In both ways in which vLLM's releases learn it. Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8% more at 64."""
-    spec = FullAttentionSpec(**PLAIN) if window is None else SlidingWindowSpec(**PLAIN, sliding_window=window)
+    given = PLAIN | {"block_size": 128 * pages}
+    spec = FullAttentionSpec(**given) if window is None else SlidingWindowSpec(**given, sliding_window=window)
     if specs.BACKEND_IS_ASKED:
         found = FP8AttentionBackend.customize_spec(spec)
         assert FP8AttentionBackend.customize_spec(found) == found
     else:
         found = specs.of_layer(lambda config: spec)(None)
-    assert found.page_size_bytes == HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + HEADS * 128
+    assert found.page_size_bytes == pages * HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + pages * HEADS * 128
     assert isinstance(found, type(spec))
-    shape = FP8AttentionBackend.get_kv_cache_shape(7, 128, HEADS, D)
+    (tokens,) = FP8AttentionBackend.get_supported_kernel_block_sizes(found)
+    assert pages * found.copy_with_new_block_size(tokens).page_size_bytes == found.page_size_bytes
+    shape = FP8AttentionBackend.get_kv_cache_shape(7 * pages, tokens, HEADS, D)
     assert torch.Size(shape).numel() == 7 * found.page_size_bytes
 
 
 def good(**changes):
     model = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None, "dtype": torch.bfloat16, "enable_sleep_mode": False}
     rest = {"kv_cache_dtype_skip_layers": [], "decode_context_parallel_size": 1, "disable_hybrid_kv_cache_manager": False}
+    rest |= {"prefix_match_unit": None, "block_size": 128}
     model |= {name: value for name, value in changes.items() if name in model}
     space = SimpleNamespace(**(rest | {name: value for name, value in changes.items() if name in rest}))
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space, scheduler_config=space,
@@ -87,11 +92,13 @@ def good(**changes):
     [
         ({"use_mla": True}, "multi-head latent attention"),
         ({"is_hybrid": True}, "Mamba or linear attention"),
+        ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
         ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* leave it out"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
         ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "Use LMCacheMPConnector"),
+        ({"kv_transfer_config": connected("ExampleConnector"), "block_size": 256}, "ExampleConnector cannot .*: leave out --block-size"),
         ({"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True}, "leave out it or --kv-transfer-config"),
     ],
 )
@@ -142,10 +149,11 @@ def test_layers_that_gpus_serve(feature):
 
 
 def test_vllm_prints_the_reasons():
-    assert chosen(block_size=128) == []
+    assert chosen(block_size=128) == chosen(block_size=384) == []
     assert "Pass --kv-cache-dtype fp8" in chosen(kv_cache_dtype="auto")[0]
     for changes, word in (
-        ({"block_size": 16}, "leave out --block-size"), ({"dtype": torch.float32}, "pass --dtype bfloat16"),
+        ({"block_size": 16}, "leave out --block-size"), ({"block_size": 192}, "multiple of 128"),
+        ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"use_non_causal": True}, "non-causal"), ({"use_mm_prefix": True}, "multimodal"),
     ):  # fmt: skip
         (reason,) = chosen(**changes)

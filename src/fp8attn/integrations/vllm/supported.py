@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 _DTYPE = "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
-    "block_size not supported": f"a block must have {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
+    "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
 }
 
 
@@ -47,6 +47,11 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         return _DTYPE
     if model.is_hybrid:
         return "it has Mamba or linear attention layers, whose blocks have other sizes than pages; leave out --attention-backend"
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % PAGE_SIZE:
+        return (
+            f"--prefix-match-unit {cache.prefix_match_unit} would share parts of pages, whose scales are of other requests' tokens, too; "
+            f"leave it out, or pass a multiple of {PAGE_SIZE}"
+        )
     if cache.kv_cache_dtype_skip_layers:
         return (
             f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits, and fp8attn serves all "
