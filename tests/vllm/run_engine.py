@@ -8,6 +8,7 @@ Options that are not vLLM's:
 "reload": weights are reloaded, and all is done again ("again").
 "answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how many tokens of the
     prompt came from blocks).
+"clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see `clear_whole_blocks`).
 """
 
 import json
@@ -69,6 +70,26 @@ def answers_of(llm, prompts, tokens):
     return found
 
 
+def clear_whole_blocks():
+    """Models with Mamba layers need their new blocks cleared. vLLM's runner for CPUs takes the numbers of blocks for numbers of the parts
+    into which a backend splits them, so it clears parts that are in use. It does so in 0.26 to 0.33, and its runners for GPUs do not.
+    fp8attn refuses such models on a CPU. Here both are replaced, for tests only."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from fp8attn.integrations.vllm import supported
+
+    def clear(self, block_ids):
+        for group in self.kv_cache_config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+                for name in group.layer_names:
+                    parts = self.compilation_config.static_forward_context[name].kv_cache
+                    parts.unflatten(0, (self.kv_cache_config.num_blocks, -1))[block_ids] = 0
+
+    CPUModelRunner._zero_block_ids = clear
+    supported.CPU_CLEARS_OTHER_PAGES = False
+
+
 def main():
     """Run the engine and write what it found."""
     folder, windows, out, options = (*sys.argv[1:], "{}")[:4]
@@ -78,13 +99,16 @@ def main():
 
     options = json.loads(options)
     reload, answer = options.pop("reload", False), options.pop("answer", 0)
+    if options.pop("clear_whole_blocks", False):
+        clear_whole_blocks()
     with open(windows) as file:
         prompts = [{"prompt_token_ids": ids} for ids in json.load(file)]
     longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + max(answer, 8)
     llm = LLM(folder, enforce_eager=True, max_model_len=longest, **({"enable_prefix_caching": False} | options))
-    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0], "logprobs": logprobs_of(llm, prompts)}
-    if answer:
+    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0]}
+    if answer:  # first, because log-probabilities of prompts fill the prefix cache
         found["answers"] = answers_of(llm, prompts, answer)
+    found["logprobs"] = logprobs_of(llm, prompts)
     if reload:
         found["buffers"] = llm.apply_model(buffers_of)[0]
         llm.collective_rpc("reload_weights")

@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs
+from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
+from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer, unsupported_on_cpu
 from tests.vllm.layers import HEADS, PLAIN, D, connected
 
 
@@ -84,14 +84,14 @@ def good(**changes):
     model |= {name: value for name, value in changes.items() if name in model}
     space = SimpleNamespace(**(rest | {name: value for name, value in changes.items() if name in rest}))
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space, scheduler_config=space,
-                           kv_transfer_config=changes.get("kv_transfer_config"))  # fmt: skip
+                           kv_transfer_config=changes.get("kv_transfer_config"),
+                           speculative_config=changes.get("speculative_config"))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"use_mla": True}, "multi-head latent attention"),
-        ({"is_hybrid": True}, "Mamba or linear attention"),
         ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
         ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* leave it out"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
@@ -114,6 +114,32 @@ def test_sleep_mode_is_refused_where_it_loses_something():
     assert unsupported_config(good(), Options("file", static_scales=True)) is None
     offloading = good(enable_sleep_mode=True, kv_transfer_config=connected("OffloadingConnector"))
     assert unsupported_config(offloading, Options()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, Options("file", static_scales=True), "clears new blocks, .*: leave out the option static_scales"),
+        ({"kv_transfer_config": connected("NixlConnector")}, Options(), "clears new blocks, .*: leave out --kv-transfer-config"),
+        ({"speculative_config": SimpleNamespace()}, Options(), "leave out --speculative-config"),
+    ],
+)
+def test_what_is_refused_beside_layers_with_a_state(changes, options, reason, monkeypatch):
+    """Layers of Mamba or linear attention."""
+    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", True)
+    assert unsupported_config(good(is_hybrid=True), Options("file")) is None
+    assert unsupported_config(good(**changes), options) is None
+    assert re.search(f"Mamba or linear attention layers, .*{reason}", unsupported_config(good(is_hybrid=True, **changes), options))
+    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", False)  # before vLLM 0.28
+    assert "install vLLM 0.28 or newer" in unsupported_config(good(is_hybrid=True), Options())
+
+
+def test_on_a_cpu_layers_with_a_state_need_blocks_of_one_page(monkeypatch):
+    """vLLM clears other pages there. `run_engine.clear_whole_blocks` mends it for tests."""
+    assert unsupported_on_cpu(good(block_size=384)) is None and unsupported_on_cpu(good(is_hybrid=True)) is None
+    assert re.search("blocks of 384 tokens, .* that are in use; use a GPU", unsupported_on_cpu(good(is_hybrid=True, block_size=384)))
+    monkeypatch.setattr(supported, "CPU_CLEARS_OTHER_PAGES", False)
+    assert unsupported_on_cpu(good(is_hybrid=True, block_size=384)) is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from vllm.v1.attention.backend import AttentionType
 from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
+from .specs import BACKEND_IS_ASKED
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -18,6 +19,10 @@ WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
     "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
 }
+
+# vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it clears the page that
+# has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.26 to 0.33). Runners for GPUs clear the block.
+CPU_CLEARS_OTHER_PAGES = True
 
 
 def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]) -> str | None:
@@ -45,8 +50,8 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         return "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
     if model.dtype not in DTYPES:
         return _DTYPE
-    if model.is_hybrid:
-        return "it has Mamba or linear attention layers, whose blocks have other sizes than pages; leave out --attention-backend"
+    if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
+        return reason
     if cache.prefix_match_unit is not None and cache.prefix_match_unit % PAGE_SIZE:
         return (
             f"--prefix-match-unit {cache.prefix_match_unit} would share parts of pages, whose scales are of other requests' tokens, too; "
@@ -65,3 +70,26 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
         return f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out it or {what}"
     return unsupported_connector(config)
+
+
+def _unsupported_hybrid(config: Any, options: Options) -> str | None:
+    """Why a model with Mamba or linear attention layers cannot be served with this configuration, or None."""
+    has = "it has Mamba or linear attention layers"
+    if not BACKEND_IS_ASKED:
+        return f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or newer"
+    if options.static_scales or exchanges_blocks(config):
+        what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
+        return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {what}"
+    if config.speculative_config is not None:  # vLLM's build for CPUs gives other answers with it than without, with its own attention, too
+        return f"{has}, with which fp8attn was not tried under speculation: leave out --speculative-config"
+    return None
+
+
+def unsupported_on_cpu(config: Any) -> str | None:
+    """Why a CPU cannot serve blocks of the size that vLLM has chosen, or None."""
+    if CPU_CLEARS_OTHER_PAGES and config.model_config.is_hybrid and config.cache_config.block_size > PAGE_SIZE:
+        return (
+            f"it has Mamba or linear attention layers, for which vLLM makes blocks of {config.cache_config.block_size} tokens, and on a "
+            "CPU vLLM clears pages of such blocks that are in use; use a GPU, or leave out --kv-cache-dtype fp8"
+        )
+    return None
