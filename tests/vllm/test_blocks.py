@@ -58,16 +58,17 @@ QWEN3_NEXT = {  # gated delta nets, and attention in every other layer; all expe
 @pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["Falcon-H1", "Qwen3-Next"])
 def test_layers_with_a_state(tmp_path, config):
     """vLLM makes blocks of 384 tokens, to fit the state of a layer. Prompts come in chunks, in blocks that vLLM clears, and then from the
-    prefix cache."""
+    prefix cache. (vLLM 0.28's build for CPUs cannot run Qwen3-Next, also with vLLM's own attention.)"""
     files = save(tmp_path, (1000, 30, 390), **config)
     given = OPTIONS | {"enable_prefix_caching": True, "answer": 16}
     exact, cast = (engine(*files, {ON_CPU: "0"}, **given, **own)["logprobs"] for own in ({}, {"kv_cache_dtype": "fp8"}))
     found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", clear_whole_blocks=True, **given)
     ours, theirs = (float((flat(x) - flat(exact)).abs().mean()) for x in (found["logprobs"], cast))
-    # Measured: 0.12 and 0.017 nats; vLLM's own FP8 cache 0.26 and 0.028. Where vLLM clears pages that are in use, 0.9 (a review's number).
+    # Measured: 0.12 and 0.017 nats; with vLLM's own FP8 cache 0.26 and 0.028; where vLLM clears pages that are in use, 0.79 and 0.061.
     assert 0 < ours < 0.75 * theirs
     first, again = found["answers"]
-    assert [x["cached"] for x in first] == [0, 0, 0] and [x["cached"] for x in again] == [768, 0, 384]
+    assert [x["cached"] for x in first] == [0, 0, 0]
+    assert [x["cached"] for x in again] in ([768, 0, 384], [768, 0, 256])  # vLLM 0.28 makes blocks of 256 for Falcon-H1
     for x, y in zip(first, again, strict=True):
         torch.testing.assert_close(torch.tensor(x["logprobs"]), torch.tensor(y["logprobs"]), rtol=0, atol=0.1)  # where a chunk begins
         assert x["tokens"] == y["tokens"]

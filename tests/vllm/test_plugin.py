@@ -93,7 +93,7 @@ def good(**changes):
     [
         ({"use_mla": True}, "multi-head latent attention"),
         ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
-        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* leave it out"),
+        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* same attention backend .* leave it out"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
         ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),

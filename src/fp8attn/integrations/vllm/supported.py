@@ -58,9 +58,11 @@ def unsupported_config(config: Any, options: Options) -> str | None:
             f"leave it out, or pass a multiple of {PAGE_SIZE}"
         )
     if cache.kv_cache_dtype_skip_layers:
+        # vLLM has one backend for all layers of a kind. That a layer is skipped reaches only `validate_configuration`, which can refuse it,
+        # and cannot name another backend. The layer's `__init__` then takes all that the backend gives: impl, builder and spec.
         return (
-            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits, and fp8attn serves all "
-            "layers or none; leave it out"
+            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. vLLM gives them the "
+            "same attention backend as the others, and fp8attn has 8 bits only; leave it out, or leave out --attention-backend"
         )
     if parallel.decode_context_parallel_size > 1:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
