@@ -41,8 +41,9 @@ def layer_impl(
         enable_sleep_mode=sleep, dtype=torch.bfloat16,
     )  # fmt: skip
     parallel = SimpleNamespace(decode_context_parallel_size=1)
+    cache = SimpleNamespace(kv_cache_dtype_skip_layers=[], prefix_match_unit=None, block_size=128)
     config = SimpleNamespace(
-        model_config=model, parallel_config=parallel, cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[]),
+        model_config=model, parallel_config=parallel, cache_config=cache,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config=additional_config or {},
         compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=connector,
         speculative_config=target and SimpleNamespace(target_model_config=SimpleNamespace(model=target, revision=None, max_model_len=512)),

@@ -1,9 +1,14 @@
-"""One engine of stock vLLM in a process of its own: the scales that its layers got, and log-probabilities of windows of text.
+"""One engine in a process of its own: the scales that its layers got, log-probabilities of windows of text, and answers.
 
     python run_engine.py FOLDER WINDOWS.json OUT.json [ENGINE_OPTIONS_AS_JSON]
 
-WINDOWS.json is a list of lists of token ids. With the option "reload", weights are reloaded, and all is done again ("again"). Neither
-fp8attn nor this repository is imported, so that any environment with vLLM can run it.
+WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repository is imported, so that any environment with vLLM can run it.
+Options that are not vLLM's:
+
+"reload": weights are reloaded, and all is done again ("again").
+"answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how many tokens of the
+    prompt came from blocks).
+"clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see `clear_whole_blocks`).
 """
 
 import json
@@ -44,6 +49,47 @@ def logprobs_of(llm, prompts):
     return found
 
 
+def answers_of(llm, prompts, tokens):
+    """Greedy answers to each prompt, and again."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    found = []
+    for _ in range(2):
+        given = [(asked.num_cached_tokens, asked.outputs[0]) for asked in llm.generate(prompts, params)]
+        found.append(
+            [
+                {
+                    "tokens": list(answer.token_ids),
+                    "logprobs": [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)],
+                    "cached": cached,
+                }
+                for cached, answer in given
+            ]
+        )
+    return found
+
+
+def clear_whole_blocks():
+    """Models with Mamba layers need their new blocks cleared. vLLM's runner for CPUs takes the numbers of blocks for numbers of the parts
+    into which a backend splits them, so it clears parts that are in use. It does so in 0.26 to 0.33, and its runners for GPUs do not.
+    fp8attn refuses such models on a CPU. Here both are replaced, for tests only."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from fp8attn.integrations.vllm import supported
+
+    def clear(self, block_ids):
+        for group in self.kv_cache_config.kv_cache_groups:
+            if isinstance(group.kv_cache_spec, FullAttentionSpec):
+                for name in group.layer_names:
+                    parts = self.compilation_config.static_forward_context[name].kv_cache
+                    parts.unflatten(0, (self.kv_cache_config.num_blocks, -1))[block_ids] = 0
+
+    CPUModelRunner._zero_block_ids = clear
+    supported.CPU_CLEARS_OTHER_PAGES = False
+
+
 def main():
     """Run the engine and write what it found."""
     folder, windows, out, options = (*sys.argv[1:], "{}")[:4]
@@ -52,12 +98,17 @@ def main():
     from vllm import LLM, __version__
 
     options = json.loads(options)
-    reload = options.pop("reload", False)
+    reload, answer = options.pop("reload", False), options.pop("answer", 0)
+    if options.pop("clear_whole_blocks", False):
+        clear_whole_blocks()
     with open(windows) as file:
         prompts = [{"prompt_token_ids": ids} for ids in json.load(file)]
-    longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + 8
-    llm = LLM(folder, enforce_eager=True, max_model_len=longest, enable_prefix_caching=False, **options)
-    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0], "logprobs": logprobs_of(llm, prompts)}
+    longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + max(answer, 8)
+    llm = LLM(folder, enforce_eager=True, max_model_len=longest, **({"enable_prefix_caching": False} | options))
+    found = {"vllm": __version__, "scales": llm.apply_model(scales_of)[0]}
+    if answer:  # first, because log-probabilities of prompts fill the prefix cache
+        found["answers"] = answers_of(llm, prompts, answer)
+    found["logprobs"] = logprobs_of(llm, prompts)
     if reload:
         found["buffers"] = llm.apply_model(buffers_of)[0]
         llm.collective_rpc("reload_weights")

@@ -18,9 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs
+from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer
+from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer, unsupported_on_cpu
 from tests.vllm.layers import HEADS, PLAIN, D, connected
 
 
@@ -58,40 +58,47 @@ def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
         assert paths == {AttentionBackendEnum.CUSTOM.get_path()}
 
 
+@pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("window", [None, 256])
-def test_a_block_is_a_page_of_each_head(window):
+def test_a_block_is_pages_of_each_head(window, pages):
     """In both ways in which vLLM's releases learn it. Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8% more at 64."""
-    spec = FullAttentionSpec(**PLAIN) if window is None else SlidingWindowSpec(**PLAIN, sliding_window=window)
+    given = PLAIN | {"block_size": 128 * pages}
+    spec = FullAttentionSpec(**given) if window is None else SlidingWindowSpec(**given, sliding_window=window)
     if specs.BACKEND_IS_ASKED:
         found = FP8AttentionBackend.customize_spec(spec)
         assert FP8AttentionBackend.customize_spec(found) == found
     else:
         found = specs.of_layer(lambda config: spec)(None)
-    assert found.page_size_bytes == HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + HEADS * 128
+    assert found.page_size_bytes == pages * HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + pages * HEADS * 128
     assert isinstance(found, type(spec))
-    shape = FP8AttentionBackend.get_kv_cache_shape(7, 128, HEADS, D)
+    (tokens,) = FP8AttentionBackend.get_supported_kernel_block_sizes(found)
+    assert pages * found.copy_with_new_block_size(tokens).page_size_bytes == found.page_size_bytes
+    shape = FP8AttentionBackend.get_kv_cache_shape(7 * pages, tokens, HEADS, D)
     assert torch.Size(shape).numel() == 7 * found.page_size_bytes
 
 
 def good(**changes):
     model = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None, "dtype": torch.bfloat16, "enable_sleep_mode": False}
     rest = {"kv_cache_dtype_skip_layers": [], "decode_context_parallel_size": 1, "disable_hybrid_kv_cache_manager": False}
+    rest |= {"prefix_match_unit": None, "block_size": 128}
     model |= {name: value for name, value in changes.items() if name in model}
     space = SimpleNamespace(**(rest | {name: value for name, value in changes.items() if name in rest}))
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space, scheduler_config=space,
-                           kv_transfer_config=changes.get("kv_transfer_config"))  # fmt: skip
+                           kv_transfer_config=changes.get("kv_transfer_config"),
+                           speculative_config=changes.get("speculative_config"))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"use_mla": True}, "multi-head latent attention"),
-        ({"is_hybrid": True}, "Mamba or linear attention"),
-        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* leave it out"),
+        ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
+        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* same attention backend .* leave it out"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
         ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "Use LMCacheMPConnector"),
+        ({"kv_transfer_config": connected("ExampleConnector"), "block_size": 256}, "ExampleConnector cannot .*: leave out --block-size"),
         ({"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True}, "leave out it or --kv-transfer-config"),
     ],
 )
@@ -107,6 +114,32 @@ def test_sleep_mode_is_refused_where_it_loses_something():
     assert unsupported_config(good(), Options("file", static_scales=True)) is None
     offloading = good(enable_sleep_mode=True, kv_transfer_config=connected("OffloadingConnector"))
     assert unsupported_config(offloading, Options()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({}, Options("file", static_scales=True), "clears new blocks, .*: leave out the option static_scales"),
+        ({"kv_transfer_config": connected("NixlConnector")}, Options(), "clears new blocks, .*: leave out --kv-transfer-config"),
+        ({"speculative_config": SimpleNamespace()}, Options(), "leave out --speculative-config"),
+    ],
+)
+def test_what_is_refused_beside_layers_with_a_state(changes, options, reason, monkeypatch):
+    """Layers of Mamba or linear attention."""
+    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", True)
+    assert unsupported_config(good(is_hybrid=True), Options("file")) is None
+    assert unsupported_config(good(**changes), options) is None
+    assert re.search(f"Mamba or linear attention layers, .*{reason}", unsupported_config(good(is_hybrid=True, **changes), options))
+    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", False)  # before vLLM 0.28
+    assert "install vLLM 0.28 or newer" in unsupported_config(good(is_hybrid=True), Options())
+
+
+def test_on_a_cpu_layers_with_a_state_need_blocks_of_one_page(monkeypatch):
+    """vLLM clears other pages there. `run_engine.clear_whole_blocks` mends it for tests."""
+    assert unsupported_on_cpu(good(block_size=384)) is None and unsupported_on_cpu(good(is_hybrid=True)) is None
+    assert re.search("blocks of 384 tokens, .* that are in use; use a GPU", unsupported_on_cpu(good(is_hybrid=True, block_size=384)))
+    monkeypatch.setattr(supported, "CPU_CLEARS_OTHER_PAGES", False)
+    assert unsupported_on_cpu(good(is_hybrid=True, block_size=384)) is None
 
 
 @pytest.mark.parametrize(
@@ -142,10 +175,11 @@ def test_layers_that_gpus_serve(feature):
 
 
 def test_vllm_prints_the_reasons():
-    assert chosen(block_size=128) == []
+    assert chosen(block_size=128) == chosen(block_size=384) == []
     assert "Pass --kv-cache-dtype fp8" in chosen(kv_cache_dtype="auto")[0]
     for changes, word in (
-        ({"block_size": 16}, "leave out --block-size"), ({"dtype": torch.float32}, "pass --dtype bfloat16"),
+        ({"block_size": 16}, "leave out --block-size"), ({"block_size": 192}, "multiple of 128"),
+        ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"use_non_causal": True}, "non-causal"), ({"use_mm_prefix": True}, "multimodal"),
     ):  # fmt: skip
         (reason,) = chosen(**changes)

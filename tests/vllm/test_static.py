@@ -145,6 +145,8 @@ def test_one_builder_publishes_the_counts_of_all_layers(monkeypatch):
     names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
     made = [layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, name=name) for name in names]
     layers = {"model.layers.0.mlp": SimpleNamespace()} | {name: layer for name, (_, layer) in zip(names, made, strict=True)}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers), model_config=SimpleNamespace(is_hybrid=False)
+    )
     target, draft = (FP8AttentionMetadataBuilder(None, own, config, torch.device("cpu")) for own in (names[:2], names[2:]))
     assert target.metrics._counts == [impl.engine_layer.overflows for impl, _ in made] and draft.metrics is None

@@ -3,7 +3,8 @@
     vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM
 
 vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes. A block of vLLM is a
-page of fp8attn: one run of bytes that depends on its 128 tokens alone. So prefix caching, offloading and transfers move blocks as bytes.
+page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching, offloading and transfers move blocks as
+bytes.
 
 | file | what |
 |---|---|

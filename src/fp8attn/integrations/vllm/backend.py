@@ -36,11 +36,8 @@ class FP8AttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """The tokens of a page. vLLM splits larger blocks: a layer and its tables get pages as blocks."""
         return [PAGE_SIZE]
-
-    @classmethod
-    def supports_block_size(cls, block_size: int | None) -> bool:
-        return block_size in (None, PAGE_SIZE)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

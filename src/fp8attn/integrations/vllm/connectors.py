@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...formats.page_layout import PAGE_SIZE
+
 
 def connectors(config: Any) -> list[tuple[str | None, dict[str, Any]]]:
     """The name and the own options of each KV connector in vLLM's configuration."""
@@ -18,11 +20,14 @@ def connectors(config: Any) -> list[tuple[str | None, dict[str, Any]]]:
 
 def unsupported_connector(config: Any) -> str | None:
     """Why a KV connector cannot move pages, or None."""
-    if any(name == "LMCacheConnectorV1" for name, _ in connectors(config)):
+    names = [name for name, _ in connectors(config)]
+    if "LMCacheConnectorV1" in names:
         return (
             "LMCacheConnectorV1 moves tokens of 2 * head_dim values, and a page is one run of bytes for 128 tokens and their scales. Use "
             "LMCacheMPConnector, which moves whole blocks"
         )
+    if "ExampleConnector" in names and config.cache_config.block_size > PAGE_SIZE:
+        return f"ExampleConnector cannot move blocks that a kernel reads in parts of {PAGE_SIZE} tokens: leave out --block-size"
     return None
 
 

@@ -9,9 +9,11 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from ...errors import UsageError
 from ..engine.metrics import OverflowMetrics
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
+from .supported import unsupported_on_cpu
 
 
 class FP8AttentionMetadata(Step, AttentionMetadata):
@@ -34,7 +36,10 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         counts = {name: layer.overflows for name, layer in made.items() if layer.overflows is not None}
         if next(iter(counts), None) in layer_names:  # of all layers: the builder of drafts does not build steps that CUDA graphs replay
             self.metrics = OverflowMetrics(list(counts.values()))
-        if device.type != "cpu":
+        if device.type == "cpu":
+            if (reason := unsupported_on_cpu(vllm_config)) is not None:
+                raise UsageError(f"fp8attn cannot serve this model: {reason}")
+        else:
             warm_up([made[name] for name in layer_names], vllm_config.model_config.dtype, device)
 
     @classmethod

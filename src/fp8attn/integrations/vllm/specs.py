@@ -1,4 +1,7 @@
-"""The bytes of a vLLM block: those of a page (`PageLayout`) for each KV head of 128 tokens.
+"""The bytes of a vLLM block: those of a page (`PageLayout`) for each KV head of each 128 tokens.
+
+A block of more tokens has the pages of all heads for its first 128 tokens, then those for the next. vLLM knows this as blocks that a kernel
+reads in parts: it gives layers the parts as blocks, and tables of them.
 
 vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
 has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend (`customize_spec`). Earlier ones ask the
@@ -35,7 +38,7 @@ class PageSpec(FullAttentionSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * PageLayout.of(self.head_size).nbytes
+        return self.num_kv_heads * self.block_size * token_bytes(self.head_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class WindowPageSpec(SlidingWindowSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * PageLayout.of(self.head_size).nbytes
+        return self.num_kv_heads * self.block_size * token_bytes(self.head_size)
 
 
 def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -52,8 +55,10 @@ def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def get_page_spec(vllm_config: Any) -> Any:
         spec = get_kv_cache_spec(vllm_config)
-        if spec.block_size != PAGE_SIZE:
-            raise UsageError(f"a block must have {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out --block-size")
+        if spec.block_size % PAGE_SIZE:
+            raise UsageError(
+                f"a block must have a multiple of {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out --block-size"
+            )
         kind = WindowPageSpec if isinstance(spec, SlidingWindowSpec) else PageSpec
         return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 

@@ -10,14 +10,19 @@ from vllm.v1.attention.backend import AttentionType
 from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
+from .specs import BACKEND_IS_ASKED
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)
 _DTYPE = "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
-    "block_size not supported": f"a block must have {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
+    "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
 }
+
+# vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it clears the page that
+# has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.26 to 0.33). Runners for GPUs clear the block.
+CPU_CLEARS_OTHER_PAGES = True
 
 
 def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]) -> str | None:
@@ -45,12 +50,19 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         return "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
     if model.dtype not in DTYPES:
         return _DTYPE
-    if model.is_hybrid:
-        return "it has Mamba or linear attention layers, whose blocks have other sizes than pages; leave out --attention-backend"
-    if cache.kv_cache_dtype_skip_layers:
+    if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
+        return reason
+    if cache.prefix_match_unit is not None and cache.prefix_match_unit % PAGE_SIZE:
         return (
-            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits, and fp8attn serves all "
-            "layers or none; leave it out"
+            f"--prefix-match-unit {cache.prefix_match_unit} would share parts of pages, whose scales are of other requests' tokens, too; "
+            f"leave it out, or pass a multiple of {PAGE_SIZE}"
+        )
+    if cache.kv_cache_dtype_skip_layers:
+        # vLLM has one backend for all layers of a kind. That a layer is skipped reaches only `validate_configuration`, which can refuse it,
+        # and cannot name another backend. The layer's `__init__` then takes all that the backend gives: impl, builder and spec.
+        return (
+            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. vLLM gives them the "
+            "same attention backend as the others, and fp8attn has 8 bits only; leave it out, or leave out --attention-backend"
         )
     if parallel.decode_context_parallel_size > 1:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
@@ -60,3 +72,26 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
         return f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out it or {what}"
     return unsupported_connector(config)
+
+
+def _unsupported_hybrid(config: Any, options: Options) -> str | None:
+    """Why a model with Mamba or linear attention layers cannot be served with this configuration, or None."""
+    has = "it has Mamba or linear attention layers"
+    if not BACKEND_IS_ASKED:
+        return f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or newer"
+    if options.static_scales or exchanges_blocks(config):
+        what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
+        return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {what}"
+    if config.speculative_config is not None:  # vLLM's build for CPUs gives other answers with it than without, with its own attention, too
+        return f"{has}, with which fp8attn was not tried under speculation: leave out --speculative-config"
+    return None
+
+
+def unsupported_on_cpu(config: Any) -> str | None:
+    """Why a CPU cannot serve blocks of the size that vLLM has chosen, or None."""
+    if CPU_CLEARS_OTHER_PAGES and config.model_config.is_hybrid and config.cache_config.block_size > PAGE_SIZE:
+        return (
+            f"it has Mamba or linear attention layers, for which vLLM makes blocks of {config.cache_config.block_size} tokens, and on a "
+            "CPU vLLM clears pages of such blocks that are in use; use a GPU, or leave out --kv-cache-dtype fp8"
+        )
+    return None
