@@ -52,9 +52,9 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         return _DTYPE
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
         return reason
-    if cache.prefix_match_unit is not None and cache.prefix_match_unit % PAGE_SIZE:
+    if (unit := getattr(cache, "prefix_match_unit", None)) is not None and unit % PAGE_SIZE:  # not in all releases
         return (
-            f"--prefix-match-unit {cache.prefix_match_unit} would share parts of pages, whose scales are of other requests' tokens, too; "
+            f"--prefix-match-unit {unit} would share parts of pages, whose scales are of other requests' tokens, too; "
             f"leave it out, or pass a multiple of {PAGE_SIZE}"
         )
     if cache.kv_cache_dtype_skip_layers:
