@@ -169,7 +169,9 @@ class Sass:
             written = re.match(r"U(?!TMA|BLK|SYNC|CGA)|R2UR|S2UR|VOTEU|REDUX", name) is not None
             wide = 2 if ".64" in name or ".WIDE" in name else 1
             writes.append({n + k for n in (numbers[:1] or [[]])[0] for k in range(wide)} if written else set())
-            if name.startswith("QGMMA"):  # of its four registers those of a left operand in registers count for nothing
+            if re.match(
+                r"[QI]GMMA", name
+            ):  # of 8-bit products; of its four registers those of a left operand in registers count for nothing
                 first = 2 if re.match(r"R\d", operands[1]) else 0
                 reads.append({numbers[1 + first // 2][0] + k for k in range(first, 4)})
             else:
