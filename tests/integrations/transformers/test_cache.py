@@ -13,7 +13,7 @@ from transformers import AutoModel, LlamaConfig, MistralConfig
 from fp8attn import LayerScales, UsageError
 from fp8attn.formats.rotation import rotate_back
 from fp8attn.integrations.transformers import FP8Cache, edge_layers, unsupported_reason
-from fp8attn.integrations.transformers import cache as cache_module
+from fp8attn.integrations.transformers import build as build_module
 from fp8attn.numerics import relative_error
 from fp8attn.scales import KVScales
 from tests.support.transformers_models import SHAPE, Oracle, close, logits, make, one_thread, plain, prompt, using  # noqa: F401
@@ -297,9 +297,9 @@ def test_models_that_are_refused(config, message):
 
 
 def test_layers_of_another_head_dim_are_named_with_the_option_that_keeps_them_in_16_bits(monkeypatch):
-    model, specs = make(), cache_module.layers_of
+    model, specs = make(), build_module.layers_of
     monkeypatch.setattr(
-        cache_module, "layers_of", lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))]
+        build_module, "layers_of", lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))]
     )
     with pytest.raises(UsageError, match=r"layer 0 has head_dim 48; .*in 16 bits: skip_layers=\[0, 1\]"):
         FP8Cache(model)

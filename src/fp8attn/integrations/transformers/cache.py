@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    STATIC_LAYER_TYPE_MAPPING,
     Cache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -19,17 +17,15 @@ from transformers.cache_utils import (
 
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
-from ...errors import UsageError
-from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
-from ...formats.page_layout import HEAD_DIMS
+from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ...overflow import OverflowReport
 from ...pages import KVPages
-from ...params import BackendName, check_backend
+from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
-from .biases import layer_biases, spread_layers
-from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of, unsupported_reason
-from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8Layers
+from .build import make_layers, read_weights, transformers_model
+from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of
+from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer
 from .tensors import ATTN_IMPLEMENTATION
 
 
@@ -97,7 +93,7 @@ class FP8Cache(Cache):
         model = transformers_model(model)
         self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
         if scales is None:
-            self._read_weights(model)
+            read_weights(model, self.groups)
         if max_cache_len is not None and model.device.type != "meta":
             specs = layers_of(model.config)
             for group in self.groups:
@@ -109,82 +105,19 @@ class FP8Cache(Cache):
         backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
-        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
-            raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
-        if scales is not None and not isinstance(scales, KVScales):
-            raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
-        codec_of(key_dtype)  # raises UsageError
-        check_backend(backend)
-        if (reason := unsupported_reason(model.config)) is not None:
-            raise UsageError(reason)
-        specs, config = layers_of(model.config), decoder_config(model.config)
-        skipped = _skipped(skip_layers, config.num_hidden_layers)
-        if scales is not None:
-            full = next(spec for spec in specs if spec.is_full)
-            scales.check(
-                num_layers=config.num_hidden_layers,
-                num_kv_heads=full.num_kv_heads,
-                head_dim=full.head_dim,
-                model_id=config.name_or_path,
-                key_dtype=key_dtype,
-                rotate_keys=rotate_keys,
-            )
-        plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
-        length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
-        layers: list[Any] = []
-        groups: dict[tuple[int, int], FP8Layers] = {}
-        for index, spec in enumerate(specs):
-            if not spec.is_full or skipped(index):
-                layers.append(plain[spec.kind](**{**spec.options, **length}))
-                continue
-            if spec.head_dim not in HEAD_DIMS:
-                raise UsageError(
-                    f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
-                    f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
-                )
-            shape = spec.num_kv_heads, spec.head_dim
-            if shape not in groups:
-                groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
-            own = None if scales is None else scales.layer(index)
-            if spec.kind == "hybrid":
-                states = spec.options.get("number_of_states", 1)
-                layers.append(FP8HybridLayer(index, groups[shape], scales=own, rotate_keys=rotate_keys, number_of_states=states))
-            else:
-                layers.append(FP8Layer(index, groups[shape], scales=own, rotate_keys=rotate_keys))
-        if not groups:
-            raise UsageError(
-                "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
-                "(DynamicCache(config=model.config))"
-            )
+        layers, groups = make_layers(
+            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend
+        )  # fmt: skip
         super().__init__(layers=layers)
-        self.groups = list(groups.values())
+        self.groups = groups
         # The last layer that a forward changes. In older transformers, models change states without a call of the cache.
         unseen = EMPTY_LAYER_TYPES if hasattr(Cache, "get_conv_state") else (*STATE_LAYER_TYPES, *EMPTY_LAYER_TYPES)
-        self._last = max(index for index, spec in enumerate(specs) if spec.kind not in unseen)
+        self._last = max(index for index, spec in enumerate(layers_of(model.config)) if spec.kind not in unseen)
         self._open = self._updated = COMPLETE  # the layers that a forward has come to, and whose K and V it has appended
         self._first = True  # whether a forward, if one is open, found no states of linear layers
         self.identity = files.identity(model)
-        if config._attn_implementation != ATTN_IMPLEMENTATION:
+        if decoder_config(model.config)._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
-
-    def _read_weights(self, model: PreTrainedModel) -> None:
-        """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
-        options = self.groups[0]
-        relative = not codec_of(options.key_dtype).is_integer  # the error of a code
-        biases, spread = layer_biases(model, options.max_cache_len), spread_layers(model) if relative else ()
-        for layer in self._pages_layers():
-            found = biases.get(layer.index)
-            if found is not None:
-                layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
-            if relative and (layer.index in spread or (found is not None and found.stands_out)):
-                layer.rotate_keys = False
-        if unread := [index for index in self.fp8_layers if index in biases and biases[index].unread]:
-            warnings.warn(
-                f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
-                "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
-                "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn_tools.calibrate(model, batches))",
-                stacklevel=3,
-            )
 
     def save(self, path: str | Path, seqs: Sequence[int] | None = None, *, tokens: torch.Tensor | None = None) -> None:
         """Write sequences to a safetensors file. `load` reads them in another process, so a prompt is prefilled once.
@@ -463,39 +396,3 @@ class FP8Cache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences with these indices."""
         self._all_layers("batch_select_indices", indices)
-
-
-def transformers_model(model: Any) -> PreTrainedModel:
-    """The transformers model in `model`, which may be a PEFT model.
-
-    Raises:
-        TypeError: there is none.
-        UsageError: a PEFT method that has a cache of its own.
-    """
-    method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
-    if method in ("PREFIX_TUNING", "CARTRIDGE"):
-        raise UsageError(f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if isinstance(base, PreTrainedModel):
-        return base
-    if isinstance(model, PreTrainedConfig):
-        raise TypeError(
-            f"FP8Cache takes the model, and got its config ({type(model).__name__}): biases, which decide its static means, are in the "
-            "weights. Call FP8Cache(model, ...)"
-        )
-    raise TypeError(
-        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. For a compiled or wrapped model, pass "
-        "the model inside"
-    )
-
-
-def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
-    if callable(skip_layers):
-        return skip_layers
-    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
-    if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
-        raise UsageError(f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}")
-    wrong = [n for n in numbers if not -num_layers <= n < num_layers]
-    if wrong:
-        raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
-    return {n % num_layers for n in numbers}.__contains__

@@ -1,0 +1,134 @@
+"""What an `FP8Cache` is made of: layers in 8 and in 16 bits, by the model and the options, and static means from the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
+
+from ...errors import UsageError
+from ...formats.codec import KeyDtype, codec_of
+from ...formats.page_layout import HEAD_DIMS
+from ...params import BackendName, check_backend
+from ...scales import KVScales, ranges
+from .biases import layer_biases, spread_layers
+from .config import decoder_config, layers_of, unsupported_reason
+from .layers import FP8HybridLayer, FP8Layer, FP8Layers
+
+
+def transformers_model(model: Any) -> PreTrainedModel:
+    """The transformers model in `model`, which may be a PEFT model.
+
+    Raises:
+        TypeError: there is none.
+        UsageError: a PEFT method that has a cache of its own.
+    """
+    method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
+    if method in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise UsageError(f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values")
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if isinstance(base, PreTrainedModel):
+        return base
+    if isinstance(model, PreTrainedConfig):
+        raise TypeError(
+            f"FP8Cache takes the model, and got its config ({type(model).__name__}): biases, which decide its static means, are in the "
+            "weights. Call FP8Cache(model, ...)"
+        )
+    raise TypeError(
+        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. For a compiled or wrapped model, pass "
+        "the model inside"
+    )
+
+
+def make_layers(
+    model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
+    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool, backend: BackendName,
+) -> tuple[list[Any], list[FP8Layers]]:  # fmt: skip
+    """The layers of a cache, without means from the model's weights, and what those in FP8 share, by shape. It checks all options.
+
+    Raises:
+        TypeError, UsageError: as `FP8Cache`.
+    """
+    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+        raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
+    if scales is not None and not isinstance(scales, KVScales):
+        raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
+    codec_of(key_dtype)  # raises UsageError
+    check_backend(backend)
+    if (reason := unsupported_reason(model.config)) is not None:
+        raise UsageError(reason)
+    specs, config = layers_of(model.config), decoder_config(model.config)
+    skipped = _skipped(skip_layers, config.num_hidden_layers)
+    if scales is not None:
+        full = next(spec for spec in specs if spec.is_full)
+        scales.check(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=full.head_dim,
+            model_id=config.name_or_path,
+            key_dtype=key_dtype,
+            rotate_keys=rotate_keys,
+        )
+    plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
+    length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
+    layers: list[Any] = []
+    groups: dict[tuple[int, int], FP8Layers] = {}
+    for index, spec in enumerate(specs):
+        if not spec.is_full or skipped(index):
+            layers.append(plain[spec.kind](**{**spec.options, **length}))
+            continue
+        if spec.head_dim not in HEAD_DIMS:
+            raise UsageError(
+                f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
+                f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
+            )
+        shape = spec.num_kv_heads, spec.head_dim
+        if shape not in groups:
+            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
+        own = None if scales is None else scales.layer(index)
+        if spec.kind == "hybrid":
+            states = spec.options.get("number_of_states", 1)
+            layers.append(FP8HybridLayer(index, groups[shape], scales=own, rotate_keys=rotate_keys, number_of_states=states))
+        else:
+            layers.append(FP8Layer(index, groups[shape], scales=own, rotate_keys=rotate_keys))
+    if not groups:
+        raise UsageError(
+            "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
+            "(DynamicCache(config=model.config))"
+        )
+    return layers, list(groups.values())
+
+
+def read_weights(model: PreTrainedModel, groups: list[FP8Layers]) -> None:
+    """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
+    options, layers = groups[0], [layer for group in groups for layer in group.layers]
+    relative = not codec_of(options.key_dtype).is_integer  # the error of a code
+    biases, spread = layer_biases(model, options.max_cache_len), spread_layers(model) if relative else ()
+    for layer in layers:
+        found = biases.get(layer.index)
+        if found is not None:
+            layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
+        if relative and (layer.index in spread or (found is not None and found.stands_out)):
+            layer.rotate_keys = False
+    if unread := sorted(layer.index for layer in layers if layer.index in biases and biases[layer.index].unread):
+        warnings.warn(
+            f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
+            "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
+            "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn_tools.calibrate(model, batches))",
+            stacklevel=3,
+        )
+
+
+def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
+    if callable(skip_layers):
+        return skip_layers
+    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
+    if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
+        raise UsageError(f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}")
+    wrong = [n for n in numbers if not -num_layers <= n < num_layers]
+    if wrong:
+        raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
+    return {n % num_layers for n in numbers}.__contains__
