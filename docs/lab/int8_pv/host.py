@@ -38,10 +38,13 @@ class Variant(NamedTuple):
     warpgroups: int = 3
     cubics: int = 0  # of 16 exponentials
     loaded: bool = False  # K's second number of a token, which could be computed from the first
+    converted: int = 0  # 1: K is stored with tokens' scales, and brought to the page's in shared memory; 2: V, too
 
     @property
     def lines(self) -> int:
         """Lines of K's numbers; V's come after them."""
+        if self.converted:
+            return 1
         return {"page": 0, "group": 1}.get(self.k_form, 4 if self.loaded else 1)
 
 
@@ -60,6 +63,8 @@ VARIANTS = {
     "E token (biased), page, mma, loaded": Variant("bias", "page", True, loaded=True),
     "E token (biased), page, two": Variant("bias", "page", False, 2),
     "E token (biased), page, two, loaded": Variant("bias", "page", False, 2, loaded=True),
+    "G token in storage, page, mma": Variant("page", "page", True, converted=2),
+    "G only K, page, mma": Variant("page", "page", True, converted=1),
     "F 32 tokens, page, mma": Variant("group", "page", True),
 }
 
@@ -107,8 +112,10 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
         amax = by_page(x.abs().amax(-1)).unflatten(1, (-1, size)).amax(2)
         return up((amax / 127).clamp_min(2.0**-32)).repeat_interleave(size, 1)
 
-    k_scale = scale_of(k, {"page": PAGE_SIZE, "group": GROUP}.get(variant.k_form, 1))
-    v_scale = scale_of(v, PAGE_SIZE if variant.v_form == "page" else 1)
+    k_form = "token" if variant.converted else variant.k_form
+    v_form = "token" if variant.converted > 1 else variant.v_form
+    k_scale = scale_of(k, {"page": PAGE_SIZE, "group": GROUP}.get(k_form, 1))
+    v_scale = scale_of(v, PAGE_SIZE if v_form == "page" else 1)
     k_unit, v_unit = k_scale.amax(1), v_scale.amax(1)
     lines = []
     if variant.k_form in ("fma", "bias"):
@@ -128,7 +135,10 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
     elif variant.k_form == "group":
         lines.append(torch.zeros(n, 64, device=device))
         lines[0][:, :4] = k_scale[:, ::GROUP] / k_unit[:, None]
-    if variant.v_form == "token":
+    if variant.converted:
+        k_ratio, v_ratio = ((scale / unit[:, None]).half() for scale, unit in ((k_scale, k_unit), (v_scale, v_unit)))
+        lines += [k_ratio, v_ratio[:, v_tokens()]][: variant.converted]
+    elif variant.v_form == "token":
         order = torch.tensor(v_tokens(), device=device)
         ratio = (v_scale / v_unit[:, None] * 252.0).half()
         # What is multiplied is what is stored: the weight's factor has 11 bits, and the codes are rounded with it.
@@ -153,6 +163,9 @@ def store(k: torch.Tensor, v: torch.Tensor, variant: Variant, spare: int = 3) ->
         columns = torch.full((pages.num_pages, heads, *line.shape[1:]), 0x7F, dtype=torch.int8, device=device)
         columns[held] = line.unflatten(0, (-1, heads))
         columns = columns.flatten(0, 1)
+    if variant.converted:  # what the kernel multiplies
+        k_8bit, v_8bit = ((x * per_token(ratio.float())[..., None]).round() for x, ratio in ((k_8bit, k_ratio), (v_8bit, v_ratio)))
+        k_scale, v_scale = (unit[:, None].expand(-1, PAGE_SIZE) for unit in (k_unit, v_unit))
     k = rotate_back(k_8bit * per_token(k_scale)[..., None])
     v = v_8bit * per_token(v_scale)[..., None]
     return LabPages(pages, columns, *(x.unflatten(0, (seqs, -1))[:, :length] for x in (k, v)))
@@ -176,7 +189,8 @@ def call(q: torch.Tensor, lab: LabPages, variant: Variant, causal: bool, out: to
         )  # fmt: skip
     given = made.constants["OPTIONS"]
     values = {f.name: getattr(given, f.name).value for f in fields(given)} | {"cubics": variant.cubics}
-    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous, loaded=variant.loaded)
+    options = LabOptions(**values, k_form=variant.k_form, v_form=variant.v_form, synchronous=variant.synchronous, loaded=variant.loaded,
+                         converted=variant.converted)  # fmt: skip
     constants = make_constants("lab", device, operands="all", OPTIONS=options, num_warps=made.constants["num_warps"], launch_pdl=True)
     k_tiles, v_tiles = page_tiles(pages, made.width, made.part)
     v_tiles = Tiles(v_tiles.x, as_int8(v_tiles.view))
@@ -214,7 +228,7 @@ def numbers(columns: torch.Tensor | None, variant: Variant) -> tuple[Tiles | Non
     if columns is None:
         return None, None
     lines, found = columns.shape[1], []
-    for first, count in ((0, variant.lines), (variant.lines, int(variant.v_form == "token"))):
+    for first, count in ((0, variant.lines), (variant.lines, int(variant.v_form == "token" or variant.converted > 1))):
         key = tuple(columns.shape), first, count
         if key not in _VIEWS:
             _VIEWS[key] = View((len(columns), count, WIDE), (lines * WIDE, WIDE, 1), (1, count, WIDE), swizzled=False, offset=first * WIDE)

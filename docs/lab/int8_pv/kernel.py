@@ -43,6 +43,7 @@ from fp8attn.kernels.prefill.schedule import PrefillBatch, advance_to, claimed, 
 from fp8attn.kernels.prefill.softmax import sum_of_rows
 from fp8attn.kernels.ptx import log2, reciprocal
 
+from .convert import RAW_K, RAW_V, WARPS, convert, store_all_addresses
 from .tiles import MOST, Columns, in_turn, interleaved, overlapped
 
 UNIT = gl.constexpr(2.0**100)  # brings sums of subnormal numbers, in units of 2^-149, into the range of the others
@@ -133,6 +134,8 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, colu
 def feed(block, place, slot, options: gl.constexpr, queries, ring, columns, k_columns, v_columns, items, source, batch, work):
     """Announce an item, and request its queries and all of its tiles."""
     PARTITIONS: gl.constexpr = options.partitions
+    COPIED_K: gl.constexpr = RAW_K if options.converted else K_FULL
+    COPIED_V: gl.constexpr = RAW_V if options.converted > 1 else V_FULL
     none = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     kv_head = block.head // (batch.num_q_heads // source.num_kv_heads)
     for i in gl.static_range(PARTITIONS):
@@ -166,17 +169,17 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, columns, k_co
     for j in range(last - bottom + 1):
         ticket = draw(work.counter, j == last - bottom)
         mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
-        fetch_k(source.k, at, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
+        fetch_k(source.k, at, ring.barrier(COPIED_K, place), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
         ring.scales.index(ring.STAGES + place.stage).store(v_unit / v_scale)
         items.v_unit.index(slot).store(v_scale)
         v_unit = v_scale
         sync()  # one lane's arrival announces what all lanes wrote
         if k_columns is not None:
-            fetch(k_columns, [at, 0, 0], ring.barrier(K_FULL, place), columns[0].index(place.stage))
-            mbarrier.expect(ring.barrier(K_FULL, place), source.k.block_type.nbytes + k_columns.block_type.nbytes)
+            fetch(k_columns, [at, 0, 0], ring.barrier(COPIED_K, place), columns[0].index(place.stage))
+            mbarrier.expect(ring.barrier(COPIED_K, place), source.k.block_type.nbytes + k_columns.block_type.nbytes)
         else:
-            mbarrier.expect(ring.barrier(K_FULL, place), source.k.block_type.nbytes)
+            mbarrier.expect(ring.barrier(COPIED_K, place), source.k.block_type.nbytes)
         here = at
         at = ahead * source.num_kv_heads + kv_head
         header = source.header(at + none, options)
@@ -185,14 +188,14 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, columns, k_co
         ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
         mbarrier.wait(ring.barrier(V_EMPTY, place), place.phase)
         if v_columns is not None:
-            mbarrier.expect(ring.barrier(V_FULL, place), source.v.block_type.nbytes + v_columns.block_type.nbytes)
-            fetch(v_columns, [here, 0, 0], ring.barrier(V_FULL, place), columns[1].index(place.stage))
+            mbarrier.expect(ring.barrier(COPIED_V, place), source.v.block_type.nbytes + v_columns.block_type.nbytes)
+            fetch(v_columns, [here, 0, 0], ring.barrier(COPIED_V, place), columns[1].index(place.stage))
         else:
-            mbarrier.expect(ring.barrier(V_FULL, place), source.v.block_type.nbytes)
+            mbarrier.expect(ring.barrier(COPIED_V, place), source.v.block_type.nbytes)
         SHAPE: gl.constexpr = [ring.STAGES] + source.v.block_type.shape  # noqa: RUF005
         LAYOUT: gl.constexpr = source.v.layout
         memory = reinterpret(ring.v, gl.int8, SHAPE, LAYOUT).index(place.stage)
-        fetch(source.v, [here, 0, 0, 0, 0], ring.barrier(V_FULL, place), memory)
+        fetch(source.v, [here, 0, 0, 0, 0], ring.barrier(COPIED_V, place), memory)
         place = ring.next(place)
     return place, ticket
 
@@ -257,9 +260,19 @@ def produce(options: gl.constexpr, queries, ring, columns, k_columns, v_columns,
     for i in gl.static_range(PARTITIONS):
         mbarrier.wait(queries.empty.index(i), slot ^ 1)
     items.put(slot, TILES, 0)
+    if options.converted:
+        mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
+        columns[2].index(place.stage).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     sync()
+    if options.converted:
+        mbarrier.arrive(ring.barrier(RAW_K, place), count=1)
     for i in gl.static_range(PARTITIONS):
         mbarrier.arrive(queries.full.index(i), count=1)
+
+
+@gluon.jit
+def first_word(memory, BYTES: gl.constexpr):
+    return number(reinterpret(memory, gl.int32, [BYTES // 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(0))
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
@@ -271,8 +284,9 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     ROWS: gl.constexpr = OPTIONS.rows
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
-    barriers = allocate_barriers(4 * STAGES)
-    address = address_of(barriers)
+    barriers = allocate_barriers((6 if OPTIONS.converted else 4) * STAGES)
+    if not OPTIONS.converted:
+        address = address_of(barriers)
     headers = (pool_ptr + OPTIONS.layout.header_offset).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
     BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
@@ -297,7 +311,9 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     factor = allocate_numbers(gl.float32, PARTITIONS, ROWS if PARTITIONS == 3 else 1)
     if k_columns is not None:
         k_memory = gl.allocate_shared_memory(gl.int8, [STAGES] + k_columns.block_type.shape, k_columns.layout)  # noqa: RUF005
-        if OPTIONS.k_form == "group":
+        if OPTIONS.converted:
+            of_k: gl.constexpr = None
+        elif OPTIONS.k_form == "group":
             of_k = reinterpret(k_memory, gl.float32, [STAGES * 64, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         elif OPTIONS.loaded:
             of_k = reinterpret(k_memory, gl.float32, [STAGES * 2, 4, 32], interleaved(4))
@@ -308,7 +324,10 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
         of_k: gl.constexpr = None
     if v_columns is not None:
         v_memory = gl.allocate_shared_memory(gl.int8, [STAGES] + v_columns.block_type.shape, v_columns.layout)  # noqa: RUF005
-        of_v = reinterpret(v_memory, gl.float16, [STAGES, 4, 32], interleaved(8))
+        if OPTIONS.converted:
+            of_v: gl.constexpr = None
+        else:
+            of_v = reinterpret(v_memory, gl.float16, [STAGES, 4, 32], interleaved(8))
     else:
         v_memory: gl.constexpr = None
         of_v: gl.constexpr = None
@@ -319,11 +338,32 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     queries = PrefillQueries(
         codes=codes, raw=raw, rest=codes, signs=signs, mean_score=factor, factor=factor, full=allocate_barriers(PARTITIONS),
         empty=allocate_barriers(PARTITIONS), Q16=True, REST=False)  # fmt: skip
+    if OPTIONS.converted:
+        alive = allocate_numbers(gl.int32, STAGES, 1)
+        sync()
+        store_all_addresses()
+        sync()
+        address = number(reinterpret(barriers, gl.int32, [12 * STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(0))
+        k_base = first_word(k_tiles, STAGES * TILE * WIDTH)
+        v_base = first_word(v_tiles, STAGES * TILE * WIDTH)
+        k_ratios = first_word(k_memory, STAGES * 256)
+        v_ratios = first_word(v_memory, STAGES * 256) if OPTIONS.converted > 1 else k_ratios
+        sync()
+        for i in gl.static_range(STAGES):
+            alive.index(i).store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+        ones.store(gl.full([8, TILE], 1, gl.int8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])))
+        store_signs(signs)
+    else:
+        alive: gl.constexpr = None
     ring = PrefillRing(k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
     ring.open(ROWS // 16 if PARTITIONS == 1 else PARTITIONS)
+    if OPTIONS.converted:  # what is full is what has been converted, by two warps
+        for i in gl.static_range(2 * STAGES):
+            mbarrier.init(barriers.index(i), WARPS if i < STAGES or OPTIONS.converted > 1 else 1)
+            mbarrier.init(barriers.index(4 * STAGES + i), 1)
     fence_async_shared()  # TMA and the tensor cores see the barriers and the ones
     items = Items(fields=fields, v_unit=v_units)
     output = PrefillOutput(
@@ -339,11 +379,24 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
     columns = Columns(k=of_k, v=of_v, full=full, LOADED=OPTIONS.loaded)
     gdc_wait()
     shared = (queries, ring, columns, items, output, causal, window, scale, cap)
-    if PARTITIONS == 1:
+    memory = (k_memory, v_memory, alive)
+    if OPTIONS.converted:
         gl.warp_specialize(
             [
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, (k_memory, v_memory), k_columns, v_columns, items, output, source, batch, work)),
+                (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
+                (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
+                (produce, (OPTIONS, queries, ring, memory, k_columns, v_columns, items, output, source, batch, work)),
+                (convert, (ring, alive, k_base, v_base, k_ratios, v_ratios, OPTIONS)),
+            ],
+            [4, 4, 1, WARPS],
+            [OPTIONS.registers, OPTIONS.registers, 32, 32],
+        )
+    elif PARTITIONS == 1:
+        gl.warp_specialize(
+            [
+                (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
+                (produce, (OPTIONS, queries, ring, memory, k_columns, v_columns, items, output, source, batch, work)),
             ],
             [1],
             [OPTIONS.producer_registers],
@@ -354,7 +407,7 @@ def lab_kernel(q_desc, k_desc, v_desc, k_columns, v_columns, out_desc, out_ptr, 
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, (k_memory, v_memory), k_columns, v_columns, items, output, source, batch, work)),
+                (produce, (OPTIONS, queries, ring, memory, k_columns, v_columns, items, output, source, batch, work)),
             ],
             [4, 4, 1],
             [OPTIONS.registers, OPTIONS.registers, OPTIONS.producer_registers],

@@ -18,3 +18,4 @@ class LabOptions(PrefillOptions):
     v_form: str
     synchronous: bool  # sums of integers by `mma.sync`
     loaded: bool  # K's second number of a token is in memory, too
+    converted: int  # codes that are brought from tokens' scales to their page's in shared memory (`convert`): 0, none; 1, K's; 2, all

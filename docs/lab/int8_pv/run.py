@@ -37,9 +37,8 @@ PRODUCT = "product"
 HANG = 30.0
 WATCHED = (
     PRODUCT,
-    "A token (biased), token, mma",
-    "E token (biased), page, two",
-    "E token, page, mma",
+    "G token in storage, page, mma",
+    "G only K, page, mma",
     "D page, page, mma",
     "SDPA BF16",
 )  # at which clock and power they run

@@ -115,7 +115,8 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
             return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
     x = load_rows(rows, ROW)
     if HALF > 0:
-        if INTERLEAVED:
+        # Triton 3.6 compiles the pairs of 256 channels for minutes.
+        if INTERLEAVED and C <= 128:
             i = tl.arange(0, C // 2)
             a, b = tl.split(tl.reshape(x, (N, C // 2, 2)))
             ALL: tl.constexpr = 2 * HALF == C
@@ -126,10 +127,16 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
             x = tl.reshape(tl.join(rotated_a, rotated_b), (N, C))
         else:  # each channel's partner by a second load
             c = tl.arange(0, C)
-            first = c < HALF
             turns = c < 2 * HALF
-            other = _load(rows, _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF), c < D, C == D)
-            i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF) * STEP
+            if INTERLEAVED:
+                first = c % 2 == 0
+                partner = tl.where(turns, c ^ 1, c)
+                i = tl.where(turns, c // 2, 0) * STEP
+            else:
+                first = c < HALF
+                partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
+                i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF) * STEP
+            other = _load(rows, partner, c < D, C == D)
             cosine = _load(cos, i, turns, False)
             sine = _load(sin, i, turns, False)
             x = tl.where(turns, x * cosine + other * tl.where(first, -sine, sine), x)

@@ -1,0 +1,34 @@
+"""Small hybrids in BF16 on the GPU: the kernels under `FP8Cache`, beside the states of the other layers."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.numerics import relative_error
+from tests.support.transformers_models import HYBRIDS, make, plain, prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+CLOSE = 0.03  # BF16 rounds at 2^-9, in another order in every implementation, and 8-bit codes flip with it
+QUANTIZED = 0.10
+
+
+@torch.no_grad()
+def logits(model, cache, ids, steps=8):
+    """Of the last `steps` tokens, fed one by one."""
+    n = ids.shape[1] - steps
+    model(ids[:, :n], past_key_values=cache)
+    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(n, ids.shape[1])], 1).float()
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrid_agrees_with_the_reference_with_its_static_form_and_with_bf16(family):
+    model, ids = make(family).to("cuda", torch.bfloat16), prompt(length=300).cuda()
+    ours = logits(model, FP8Cache(model), ids)
+    assert ours.isfinite().all()
+    assert relative_error(ours, logits(model, FP8Cache(model, backend="reference"), ids)) < CLOSE
+    assert relative_error(logits(model, FP8Cache(model, max_cache_len=320), ids), ours) < CLOSE
+    model.set_attn_implementation("sdpa")
+    assert relative_error(ours, logits(model, plain(model.config), ids)) < QUANTIZED
