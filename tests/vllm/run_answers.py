@@ -1,4 +1,4 @@
-"""One engine with the plugin on a CPU, in a process of its own: its greedy answers to 20 prompts, twice.
+"""One engine with the plugin on a CPU, in a process of its own: its greedy answers to 20 prompts.
 
     python -m tests.vllm.run_answers WAY [ENGINE_OPTIONS_AS_JSON]
 
@@ -17,8 +17,10 @@ MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "1",
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads that wait for one another are slow where others use the cores
 }  # fmt: skip
 PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
+LIKELIEST = 8  # tokens of a step that have log-probabilities
 WAYS = {  # of computing the same answers
     "plain": {},
     "prefix-caching": {"enable_prefix_caching": True},
@@ -36,9 +38,8 @@ def make_engine(way, options):
     given = {
         "dtype": "bfloat16", "seed": 0, "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "enforce_eager": True,
         "max_model_len": 4096, "max_num_seqs": 32, "gpu_memory_utilization": 0.3,
+        "max_num_batched_tokens": 4096,  # vLLM's own number grows with the processes, and then prompts have other chunks
     } | WAYS[way] | options  # fmt: skip
-    if way == "tp2":
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each process
     with tempfile.TemporaryDirectory() as folder:
         if way == "eagle":
             save_eagle(Path(folder))
@@ -75,18 +76,30 @@ def accepted(llm):
 
 
 def main(way, options="{}"):
-    """Print the answers, the second ones ("again"), and how many tokens of each came from blocks ("loaded", "cached")."""
+    """Print the answers, the log-probabilities of the likeliest tokens of each step, how many tokens of the prompts came from blocks
+    ("cached"), and how many tokens of drafts were accepted. The option "again" is not vLLM's: the prompts are asked for a second time."""
     os.environ |= ENVIRONMENT
+    options = json.loads(options)
+    again = options.pop("again", False)
+    llm = make_engine(way, options)
+    found = answers_of(llm)
+    if again:
+        found["again"] = answers_of(llm)
+    found["accepted"] = accepted(llm)
+    print("ANSWERS " + json.dumps(found), flush=True)
+
+
+def answers_of(llm):
     from vllm import SamplingParams
 
-    llm = make_engine(way, json.loads(options))
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm)]
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    first, second = (llm.generate(prompts, params, use_tqdm=False) for _ in range(2))
-    tokens = [[list(output.outputs[0].token_ids) for output in outputs] for outputs in (first, second)]
-    cached = [sum(output.num_cached_tokens or 0 for output in outputs) for outputs in (first, second)]
-    found = {"answers": tokens[0], "again": tokens[1], "loaded": cached[0], "cached": cached[1], "accepted": accepted(llm)}
-    print("ANSWERS " + json.dumps(found), flush=True)
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
+    asked = llm.generate(prompts, params, use_tqdm=False)
+    return {
+        "answers": [list(one.outputs[0].token_ids) for one in asked],
+        "logprobs": [[{token: x.logprob for token, x in step.items()} for step in one.outputs[0].logprobs] for one in asked],
+        "cached": sum(one.num_cached_tokens or 0 for one in asked),
+    }
 
 
 if __name__ == "__main__":

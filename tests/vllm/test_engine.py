@@ -20,41 +20,55 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from fp8attn.integrations.vllm import NAME, ON_CPU
 from tests.integrations.engine.models import qwen2
 from tests.vllm.engines import answers, engine
+from tests.vllm.near_ties import differences
 from tests.vllm.run_answers import ANSWER, ENVIRONMENT, MODEL, PROMPTS
 
 
 @pytest.fixture(scope="module")
 def plain():
     """Greedy answers to 20 prompts of 20 to 900 tokens."""
-    found = answers("plain")
+    found = answers("plain", again=True)
     assert found["cached"] == 0 and len(found["answers"]) == PROMPTS
     return found
 
 
-def count_equal(answers, others):
-    return sum(a == b for a, b in zip(answers, others, strict=True))
+def check_near_ties(found, expected):
+    """The answers are equal but for near-ties.
+
+    Measured with two processes: 0.0084 nats (0.0068 to 0.0103 in 98% of bootstraps of the prompts) and at most 0.25 nats. As much, 0.0093
+    and 0.25, is between this engine and one in BF16. Chunks have 0.0060 and 0.12, a draft model 0.0047 and 0.31, EAGLE and n-gram 0.004 and
+    no answer that differs, blocks that are read again 0. Defects that were planted in the second process, in one of two KV heads:
+
+    - Decodes do not see their own token: 0.021 and 1.1, with as many equal answers as without the defect.
+    - Keys are 5% too large: 0.019 and 0.4. So are values: 0.020 and 0.6.
+    - Codes are not rounded again when their page's scale grows: infinite, and only one answer is equal.
+    """
+    tokens, flips = differences(found, expected)
+    mean = sum(tokens) / len(tokens)
+    print(f"{PROMPTS - len(flips)} of {PROMPTS} answers are equal; {mean:.4f} nats; {max(flips, default=0):.3f} nats")
+    assert mean < 0.014
+    assert all(flip < 0.5 for flip in flips), flips
 
 
 def test_an_engine_repeats_itself(plain):
-    assert plain["again"] == plain["answers"]
+    assert plain["again"]["answers"] == plain["answers"]
 
 
 def test_prefix_caching(plain):
     """A block that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has other sums."""
-    found = answers("prefix-caching")
+    found = answers("prefix-caching", again=True)
     assert found["answers"] == plain["answers"]
-    assert found["cached"] > 8000
-    assert count_equal(found["again"], plain["answers"]) >= 18  # measured: 20; BF16 19
+    assert found["again"]["cached"] > 8000
+    check_near_ties(found["again"], plain)
 
 
-@pytest.mark.parametrize(("way", "least"), [("chunks", 13), ("ngram", 16), ("draft", 15), ("eagle", 15), ("tp2", 15)])
-def test_chunks_speculation_and_two_processes(plain, way, least):
-    """Measured: 15, 18 and 17 (BF16: 19, 20 and 14, docs/lab/2026-11-vllm.md). Near-ties flip, and a page's scale may grow after a chunk or
-    draft has attended over it."""
+@pytest.mark.parametrize("way", ["chunks", "ngram", "draft", "eagle", "tp2"])
+def test_chunks_speculation_and_two_processes(plain, way):
+    """Sums have another order, and a page's scale may grow after a chunk or draft has attended over it. So near-ties flip."""
     found = answers(way)
-    assert count_equal(found["answers"], plain["answers"]) >= least
+    check_near_ties(found, plain)
     if way == "draft":  # by the model itself: all are accepted but near-ties
-        assert found["accepted"] > 0.7 * PROMPTS * ANSWER * 2
+        assert found["accepted"] > 0.7 * PROMPTS * ANSWER
 
 
 def test_a_connector_moves_blocks_to_another_engine(tmp_path):
@@ -64,9 +78,9 @@ def test_a_connector_moves_blocks_to_another_engine(tmp_path):
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
     first, second = (answers("plain", **options) for _ in range(2))
-    assert first["loaded"] == 0
-    assert second["loaded"] > 8000
-    assert count_equal(second["answers"], first["answers"]) >= 18  # as with prefix caching
+    assert first["cached"] == 0
+    assert second["cached"] > 8000
+    check_near_ties(second, first)
     with pytest.raises(Exception, match=r"a KV connector brought blocks of another format"):
         answers("plain", additional_config={"fp8attn": {"key_dtype": "e4m3"}}, **options)
 
