@@ -32,7 +32,11 @@ def main() -> None:
     outcomes, start = Outcomes(), time.time()
     # They compile most of the time. The longest tests need 10 GB each, and H200s have 140.
     workers = str(min(os.cpu_count() or 1, 12 * max(1, torch.cuda.device_count())))
-    code = pytest.main(["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no"], plugins=[outcomes])
+    # A test that takes three minutes says where it is: one that waits, or compiles for minutes, shows in no other way.
+    waiting = ["-o", "faulthandler_timeout=180", "--durations=8"]
+    code = pytest.main(
+        ["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no", *waiting], plugins=[outcomes]
+    )
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})
     if args.save:

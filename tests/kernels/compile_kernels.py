@@ -138,6 +138,7 @@ def cases() -> dict[str, tuple]:
         "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
+        "D256 step interleaved": (append_tokens, 256, FP16, 16, {"rotary": 40, "interleaved": True, "q_heads": 16}),
         "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
         "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
         "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
