@@ -117,7 +117,7 @@ class PagedKVCache(Sequences):
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                run = self._run(layer, pages, step.longest, step.before is not None)
+                run = None if self.window is None else self._run(layer, pages, step.longest, step.before is not None)
                 pages = pages if run is None else run.pages
                 rotated = ops.run_append(name, pages, k, v, how, q)
                 if run is not None:
