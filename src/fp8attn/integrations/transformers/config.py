@@ -25,6 +25,7 @@ REFUSED = {
     "doge": "makes attention masks of its own",
     "git": "computes with its attention masks",
     "minimax": "takes no cache but its own",
+    "moshi": "gives layers with a sliding window masks without one",
     "inkling_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
     "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
 }
