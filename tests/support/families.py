@@ -17,8 +17,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from fp8attn.cache.ring import SHORTEST_WINDOW
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import SHORTEST_WINDOW, layers_of, unsupported_reason
+from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
 from fp8attn.numerics import relative_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"

@@ -22,6 +22,8 @@ from ..scales import LayerScales
 from .page_table import Change, PageTable, num_pages_of
 
 STEP = 16  # new tokens of a sequence that a ring has room for beside its window
+# Tokens of a window from which on its pages are smaller than the window in 16 bits: 84% of it, and half of long ones.
+SHORTEST_WINDOW = 384
 LOST = (
     "sequence {seq} cannot go back to {length} tokens: the pages of the {window} tokens before were used again. Drop all tokens (reset) or "
     "only those of the last step, of up to {step} tokens; FP8Cache: call activate_past_recording() before tokens that may be cropped"

@@ -86,7 +86,7 @@ def calibrate(
             processes without `tensor_parallel`; a checkpoint of another calibration.
         ValueError: NaN or Inf in Q, K or V.
     """
-    specs = layers_of(_config(model))
+    specs = _specs(model)
     _check_batches(batches)
     options = Options(method, percentile, key_dtype, rotate_keys, means)
     if chunk < 1:
@@ -283,7 +283,7 @@ def check_scales(
     Raises:
         TypeError, UsageError: as `calibrate`; or the scales are none, or of another model.
     """
-    specs = layers_of(_config(model))
+    specs = _specs(model)
     _check_batches(batches)
     if not isinstance(scales, KVScales):
         raise TypeError(f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}")
@@ -321,6 +321,18 @@ def _check_batches(batches: Any) -> None:
             f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got {type(batches).__name__}. "
             "Put a single batch into a list: [input_ids]"
         )
+
+
+def _specs(model: Any) -> list[LayerSpec]:
+    """The layers of a model. Raises UsageError if there is none to calibrate."""
+    config = _config(model)
+    specs = layers_of(config)
+    if not any(spec.is_full for spec in specs):
+        raise UsageError(
+            f"only full-attention layers are calibrated, and every layer of {config.model_type!r} has a window: use FP8Cache without "
+            "scales, whose pages set their own"
+        )
+    return specs
 
 
 def _config(model: Any) -> PreTrainedConfig:

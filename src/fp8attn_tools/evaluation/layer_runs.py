@@ -22,9 +22,9 @@ GROUP = 8  # runs that share a forward of the 16-bit model
 MakeSkipping = Callable[[Sequence[int]], Cache]
 
 
-def full_layers(model: Any) -> tuple[int, ...]:
-    """The numbers of a model's full-attention layers, whose K and V can be in 8 bits."""
-    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full)
+def layers_in_pages(model: Any) -> tuple[int, ...]:
+    """The numbers of a model's layers whose K and V can be in 8 bits: those with full attention or a long sliding window."""
+    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.in_pages)
 
 
 class LayerRuns:
@@ -57,7 +57,7 @@ class LayerRuns:
             raise UsageError(f"windows must be [N, S + 1] token ids with N and S at least 1; got {list(windows.shape)}")
         if model.training:
             raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
-        self.full = full_layers(model)
+        self.full = layers_in_pages(model)
         if (reason := unsupported_reason(model.config)) is not None:
             raise UsageError(reason)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)

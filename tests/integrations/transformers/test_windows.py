@@ -7,10 +7,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Llama4TextConfig
 from transformers.masking_utils import chunked_causal_mask_function, or_masks, sliding_window_causal_mask_function
 
-from fp8attn.cache.ring import ring_size
+from fp8attn.cache.ring import SHORTEST_WINDOW, ring_size
 from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask, unsupported_reason
-from fp8attn.integrations.transformers.config import SHORTEST_WINDOW, layers_of
+from fp8attn.integrations.transformers.config import layers_of
 from fp8attn.integrations.transformers.layers import FP8SlidingLayer
 from fp8attn.integrations.transformers.masks import CompactMask
 from fp8attn.numerics import relative_error

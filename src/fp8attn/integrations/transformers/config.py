@@ -8,6 +8,7 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ...cache.ring import SHORTEST_WINDOW
 from ...errors import UsageError
 from ...formats.page_layout import HEAD_DIMS
 
@@ -18,8 +19,6 @@ STATE_LAYER_TYPES = ("linear_attention", "conv")  # a state of constant size, an
 EMPTY_LAYER_TYPES = ("dummy", "moe", "mlp")  # no cache of their own
 # Layers that `FP8Cache` leaves to transformers: what does not grow stays in 16 bits.
 UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sliding", *EMPTY_LAYER_TYPES)
-# Tokens of a window from which on its pages are smaller than the window in 16 bits: 84% of it, and half of long ones (`cache.ring`).
-SHORTEST_WINDOW = 384
 # Families that are refused for what their code does, which no config says.
 REFUSED = {
     "doge": "makes attention masks of its own",
@@ -171,17 +170,17 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers.
+    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers; if it has none, of those with a sliding window.
 
     Raises:
-        UsageError: as `layers_of`; or the full-attention layers have different shapes, or there are none.
+        UsageError: as `layers_of`; or these layers have different shapes.
     """
-    full = [layer for layer in layers_of(config) if layer.is_full]
-    if not full:
-        raise UsageError(f"{config.model_type!r} has no full-attention layers: every layer has a window")
+    layers = layers_of(config)
+    full = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
     if len(shapes) > 1:
-        raise UsageError(f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
+        kind = full[0].kind.replace("_", "-")
+        raise UsageError(f"the {kind} layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
     return full[0].num_q_heads, full[0].num_kv_heads, full[0].head_dim
 
 
