@@ -40,7 +40,7 @@ from fp8attn.integrations.transformers.config import LayerSpec, layers_of
 from fp8attn.params import BackendName
 
 from .caches import CHUNK
-from .layer_runs import LayerRuns, MakeSkipping, Run, layers_in_pages
+from .layer_runs import LayerRuns, MakeSkipping, Run, layers_in_8_bits
 from .perplexity import standard_error
 from .record import write_json
 
@@ -70,7 +70,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What 8 bits cost in each full-attention layer of a model, alone and together.
+    """What 8 bits cost in each layer of a model that can be in 8 bits, alone and together.
 
     Attributes:
         layers: in the model's order.
@@ -79,7 +79,7 @@ class Sensitivity:
         floor: the divergence of the 16-bit model if the first layer's attention output is changed by its last bit.
         tokens: the number of predictions that were compared.
         context, chunk: tokens of a window, and of a forward.
-        windowed: the numbers of layers with a window that `FP8Cache` keeps in 16 bits whatever is chosen.
+        windowed: the numbers of layers with a window that the cache keeps in 16 bits whatever is chosen.
         model, dtype, cache: names of the model, of its dtype, and of the cache that was measured.
         rounds_queries: whether attention rounded queries to 8 bits, too.
     """
@@ -149,7 +149,7 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
     """Refuse a budget that no choice of layers meets, before anything is measured.
 
     Raises:
-        UsageError: it is less than a token takes with all full-attention layers in 8 bits.
+        UsageError: it is less than a token takes with all layers in 8 bits.
     """
     least = sum(_bytes_8_bit(spec) for spec in layers_of(config))
     if max_bytes_per_token < least:
@@ -200,7 +200,7 @@ def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_to
 
 
 def vllm_arguments(report: Sensitivity, skip_layers: Sequence[int]) -> str:
-    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those that `FP8Cache` keeps in them.
+    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those that the measured cache keeps in them.
 
     That cache casts K and V to E4M3 with one scale a layer. To choose layers for it, measure such a cache: `cache_factory("scale-1", ...)`.
     """
@@ -218,7 +218,7 @@ def sensitivity(
     chunk: int = CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
-    """Measure what 8 bits cost in each full-attention layer, alone and cumulated in the order of the choice (see the module).
+    """Measure what 8 bits cost in each layer that can be in 8 bits, alone and cumulated in the order of the choice (see the module).
 
     The baseline is the model with transformers' own cache, in its own dtype. Take text of the kind that the model will see, and windows as
     long as its prompts: errors can grow with the context.
@@ -235,8 +235,8 @@ def sensitivity(
         UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
         ValueError: a divergence is not a number, because logits are NaN or infinite.
     """
-    specs, full = layers_of(model.config), layers_in_pages(model)
     make = _default(model) if make_cache is None else make_cache
+    specs, full = layers_of(model.config), layers_in_8_bits(model, make)
     runs = LayerRuns(model, windows, make, chunk=chunk, counts=(1 + len(full), len(full) - 1), progress=progress)
     with runs.watching():
         nudged, *alone = runs.measure([Run(runs, nudged=full[0]), *(Run(runs, [layer], compared=layer) for layer in full)])
@@ -263,7 +263,7 @@ def sensitivity(
         tokens=nudged.numel(),
         context=windows.shape[1] - 1,
         chunk=chunk,
-        windowed=tuple(number for number, spec in enumerate(specs) if spec.window is not None and not spec.in_pages),
+        windowed=tuple(number for number, spec in enumerate(specs) if spec.window is not None and number not in full),
         model=model.config.name_or_path,
         dtype=str(model.dtype).removeprefix("torch."),
         cache=name,
@@ -292,10 +292,10 @@ def divergence(
     Raises:
         UsageError: as `sensitivity`, or a number is not that of a layer that can be in 8 bits.
     """
-    full = layers_in_pages(model)
+    make = _default(model) if make_cache is None else make_cache
+    full = layers_in_8_bits(model, make)
     if unknown := sorted({layer for choice in choices for layer in choice} - {*full}):
         raise UsageError(f"layers {unknown} are none that can be in 8 bits; those are {list(full)}")
-    make = _default(model) if make_cache is None else make_cache
     runs = LayerRuns(model, windows, make, chunk=chunk, counts=[len(choices)], progress=progress)
     found = runs.measure([Run(runs, [layer for layer in full if layer not in choice]) for choice in choices])
     return [(float(kl.mean()), standard_error(kl)) for kl in found]

@@ -221,6 +221,8 @@ def test_long_windows_are_measured():
     assert [row.layer for row in found.layers] == [0, 1, 2] and found.windowed == ()
     assert found.cumulated_kl[0] == near(direct_kl(model, WINDOWS[:1]))
     assert found.layers[0].bytes_8_bit == found.layers[0].bytes_16_bit == 0 < found.layers[1].bytes_8_bit  # a window does not grow
+    other = sensitivity(model, WINDOWS[:1], lambda skip: cache_factory("scale-1", model, skip_layers=skip)(), chunk=CHUNK, name="scale-1")
+    assert [row.layer for row in other.layers] == [1, 2] and other.windowed == (0,)
 
 
 @pytest.mark.parametrize("family", ["gemma2-softcap", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks"])
