@@ -81,7 +81,7 @@ def test_sequences_of_different_lengths(poisoned):
 
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
-def test_kernels_use_pages_again(key_dtype):
+def test_kernels_use_pages_again(key_dtype, poisoned):
     """In Triton's interpreter: the bytes of a page are those of a cache of all tokens."""
     given = inputs(1, 700)
     given = [x.bfloat16() for x in given]

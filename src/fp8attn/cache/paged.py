@@ -204,7 +204,7 @@ class PagedKVCache(Sequences):
             layer: the layer's number.
             q: `[T, num_q_heads, head_dim]`, the queries of the T tokens that the layer appended last, in the same order.
             causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, exact:
-                as `fp8attn.attention` takes them.
+                as `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means that one.
         Returns:
             `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]` float32.
         Raises:

@@ -10,7 +10,8 @@ A file holds, for `n` sequences:
 | `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent: zero |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, the shape of a layer, and the format of keys.
+Its metadata has the format of the file, the shape of a layer, and the format of keys; of a cache with a window, the window. Then columns of
+`page_table` left of the window name pages of later tokens.
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ def calibrate(
         data_parallel: processes that have the same heads and different batches, at least one each. Their observations are merged.
         progress: called with (batches done, number of batches, None if `batches` has no length).
     Returns:
-        The scales of all full-attention layers (the pages of windows set their own), the SQNR of K and V of each, and the layers whose K has
-        an offset that no static mean removes (`k_offsets`); the same in every process. `q_scale` is None if the model computes its attention
-        itself.
+        The scales of all full-attention layers (the pages of windows set their own), the SQNR of K and V of each, and the layers whose K
+        has an offset that no static mean removes (`k_offsets`); the same in every process. `q_scale` is None if the model computes its
+        attention itself.
     Raises:
         TypeError: `model` is no transformers model, `batches` no iterable of batches, or a batch has no tensors.
         UsageError: no tokens; an unknown method or key_dtype; a model without plain K and V (`layers_of`); heads that are divided over
