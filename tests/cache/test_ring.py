@@ -277,3 +277,48 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="needs causal=True"):
         ring.attention(0, q, causal=False)
     assert torch.equal(ring.attention(0, q, window=2), ring.attention(0, q, window=2))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_random_operations(static, poisoned):
+    """Appends, truncations that a ring allows, selections, copies, files of one process to another, recording."""
+    for seed in range(6):
+        rng = random.Random(f"{seed} {static}")
+        window = rng.choice([100, 128, 200, 384])
+        caches = pair(window, num_seqs=3, max_seqlen=3000 if static else None, key_dtype=rng.choice(["int8", "e4m3"]))
+        full, ring = caches
+        for number in range(40):
+            what = rng.choice(["append"] * 5 + ["truncate", "select", "copy", "record", "reset", "deepcopy"])
+            lengths = full.lengths
+            if what == "append":
+                new = [min(rng.choice([0, 1, 1, 3, 16, 17, 100, 300, 700]), 3000 - length) for length in lengths]
+                k, v, q = (x[0] for x in inputs(1, max(1, sum(new)), number))
+                if sum(new):
+                    for cache in caches:
+                        cache.append(0, k, v, lengths=new)
+                    assert torch.equal(ring.attention(0, q), full.attention(0, q, window=window)), (seed, number)
+            elif what == "truncate":
+                shorter = [max(0, length - rng.choice([0, 1, 5, 16, 200])) for length in lengths]
+                try:
+                    ring.truncate(shorter)
+                except RuntimeError:
+                    continue
+                full.truncate(shorter)
+            elif what == "select":
+                chosen = [rng.randrange(3) for _ in range(3)]
+                for cache in caches:
+                    cache.select(chosen)
+            elif what == "copy":
+                source, target = rng.sample(range(3), 2)
+                for cache in caches:
+                    cache.copy(source, target)
+            elif what == "record":
+                ring.table.record(rng.random() < 0.5)
+            elif what == "reset" and rng.random() < 0.3:
+                for cache in caches:
+                    cache.reset()
+            elif what == "deepcopy":
+                caches = full, ring = copy.deepcopy(full), copy.deepcopy(ring)
+            assert ring.lengths == full.lengths
+        for seq in range(3):
+            assert torch.equal(held(ring, seq), held(full, seq)[:, -window:])
