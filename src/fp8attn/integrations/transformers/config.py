@@ -25,6 +25,7 @@ REFUSED = {
     "git": "computes with its attention masks",
     "minimax": "takes no cache but its own",
     "moshi": "gives layers with a sliding window masks without one",
+    "recurrent_gemma": "keeps the states of its recurrent layers in its modules, and not in the cache",
     "inkling_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
     "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
 }
