@@ -36,10 +36,24 @@ ROWS = {
     "fp8attn/integrations/engine/layer.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py", "vllm/test_static.py"),
     "fp8attn/integrations/engine/metrics.py": ("vllm/test_static.py",),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
-    "fp8attn/integrations/transformers/attention.py": ("integrations/transformers/test_masks.py",),
-    "fp8attn/integrations/transformers/build.py": ("integrations/transformers/test_cache.py", "integrations/transformers/test_hybrid.py"),
-    "fp8attn/integrations/transformers/layers.py": ("integrations/transformers/test_cache.py", "integrations/transformers/test_hybrid.py"),
-    "fp8attn/integrations/transformers/tensors.py": ("integrations/transformers/test_masks.py",),
+    "fp8attn/integrations/transformers/attention.py": (
+        "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_masks.py",
+    ),
+    "fp8attn/integrations/transformers/build.py": (
+        "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_cache.py",
+        "integrations/transformers/test_hybrid.py",
+    ),
+    "fp8attn/integrations/transformers/layers.py": (
+        "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_cache.py",
+        "integrations/transformers/test_hybrid.py",
+    ),
+    "fp8attn/integrations/transformers/tensors.py": (
+        "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_masks.py",
+    ),
     "fp8attn/integrations/vllm/": ("integrations/test_vllm.py", "vllm/test_plugin.py", "vllm/test_steps.py", "vllm/test_static.py"),
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),

@@ -214,12 +214,14 @@ class KVPages:
         """Bytes of all tensors, whether their pages hold tokens or not."""
         return sum(x.nbytes for x in self.tensors)
 
-    def read(self, seq: int, length: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `length` tokens of sequence `seq`, dequantized.
+    def read(
+        self, seq: int, length: int, dtype: torch.dtype = torch.float32, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Tokens `first` to `length - 1` of sequence `seq`, dequantized.
 
         Returns:
-            K (rotated back) and V, each `[length, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is float64,
-            otherwise in float32.
+            K (rotated back) and V, each `[length - first, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is
+            float64, otherwise in float32.
         Raises:
             ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
@@ -230,10 +232,11 @@ class KVPages:
                 f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"
             )
         wide = torch.promote_types(dtype, torch.float32)
-        ids = self.page_table[seq, : -(-length // PAGE_SIZE)].long()
+        ids = self.page_table[seq, first // PAGE_SIZE : -(-length // PAGE_SIZE)].long()
+        tokens = slice(first % PAGE_SIZE, length - first // PAGE_SIZE * PAGE_SIZE)
         taken, form = self.with_pool(self.pool[ids]), self.format
-        k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[:length]
-        v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[:length]
+        k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[tokens]
+        v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[tokens]
         k = k if form.stored_k_mean is None else k + form.stored_k_mean.to(wide)
         v = v if form.v_mean is None else v + form.v_mean.to(wide)
         return (rotate_back(k) if form.rotate else k).to(dtype), v.to(dtype)

@@ -174,8 +174,10 @@ def attention(
         q_len = bounds[seq + 1] - bounds[seq]
         if not q_len:
             continue
-        k, v = (x.transpose(0, 1) for x in pages.read(seq, length, compute_dtype))  # [Hkv, S, D]
-        key = torch.arange(length, device=q.device)
+        # Of a ring, pages left of the window belong to other tokens.
+        first = max(0, length - q_len - window + 1) // PAGE_SIZE * PAGE_SIZE if window else 0
+        k, v = (x.transpose(0, 1) for x in pages.read(seq, length, compute_dtype, first))  # [Hkv, S, D]
+        key = torch.arange(first, length, device=q.device)
         for start in range(0, q_len, QUERY_BLOCK):
             rows = slice(bounds[seq] + start, bounds[seq] + min(start + QUERY_BLOCK, q_len))
             block = q[rows].to(compute_dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hkv, G, S, D]
@@ -200,7 +202,7 @@ def attention(
             largest = largest.masked_fill(largest == -torch.inf, 0.0)
             p = torch.exp(scores - largest[..., None])
             total = p.sum(-1)
-            p = p[..., :length] / total.masked_fill(total == 0.0, 1.0)[..., None]
+            p = p[..., : len(key)] / total.masked_fill(total == 0.0, 1.0)[..., None]
             result = _product(p.unflatten(0, (-1, group)).flatten(1, 2), v)  # [Hkv, G * S, D]
             out[rows] = result.unflatten(1, (group, -1)).permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
             lse[rows] = (largest + total.log()).T.float()

@@ -65,7 +65,7 @@ class KVScales:
     """Calibrated `LayerScales` of a model's layers, and how they were found.
 
     Attributes:
-        layers: by layer index, all with one key_dtype and rotate_keys. Layers whose cache is in 16 bits (sliding windows) are absent.
+        layers: by layer index, all with one key_dtype and rotate_keys. Layers with a sliding window are absent.
         num_layers: number of attention layers of the model, also of those that are absent here.
         num_kv_heads, head_dim: the shape of every layer here.
         model_id: the model's name or folder, from its config.

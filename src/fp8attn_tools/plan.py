@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fp8attn.cache.ring import ring_size
+from fp8attn.checks import LARGEST
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
 
@@ -21,7 +23,8 @@ class CacheShape:
     Attributes:
         full_layers: layers that keep every token.
         num_kv_heads, head_dim: the shape of a layer's K, and of its V.
-        windows: the window of each sliding layer, in tokens. These layers stay in 16 bits in either cache.
+        windows: the window of each sliding layer that an FP8 cache has in pages, in tokens.
+        windows_16_bit: the window of each other sliding or chunked layer. These layers stay in 16 bits in either cache.
         other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They are not counted.
     """
 
@@ -29,17 +32,19 @@ class CacheShape:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int, ...] = ()
+    windows_16_bit: tuple[int, ...] = ()
     other_layers: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.full_layers, self.num_kv_heads, self.head_dim, *self.windows) < 1:
+        layers = self.full_layers if self.full_layers or not self.windows else 1
+        if min(layers, self.num_kv_heads, self.head_dim, *self.windows, *self.windows_16_bit) < 1:
             raise UsageError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
         if self.head_dim not in HEAD_DIMS:
             raise UsageError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
 
     @property
     def num_layers(self) -> int:
-        return self.full_layers + len(self.windows) + self.other_layers
+        return self.full_layers + len(self.windows) + len(self.windows_16_bit) + self.other_layers
 
     def bytes_per_token(self, cache: str) -> float:
         """Bytes of one more token once sliding windows are full.
@@ -48,20 +53,30 @@ class CacheShape:
         """
         if _check(cache) == "bf16":
             return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
-        return (self.full_layers * self._page_cost + ENTRY) / PAGE_SIZE
+        return (self.full_layers * self._page_cost + ENTRY * self._tables) / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
         """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
 
         FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and one length
-        per sequence and layer. Static means are not counted. BF16: the elements. Sliding layers: `min(context, window)` tokens in 16 bits.
+        per sequence and layer. Static means are not counted. Layers of one window have one page table. BF16: the elements. Sliding layers
+        in 16 bits: `min(context, window)` tokens.
         """
-        per_head = 2 * self.num_kv_heads * self.head_dim
-        sliding = batch * 2 * per_head * sum(min(context, window) for window in self.windows)
-        if _check(cache) == "bf16":
-            return sliding + batch * 2 * per_head * context * self.full_layers
+        per_token = 4 * self.num_kv_heads * self.head_dim
+        windows = self.windows_16_bit if _check(cache) == "fp8" else (*self.windows, *self.windows_16_bit)
+        in_16_bits = batch * per_token * sum(min(context, window) for window in windows)
+        if cache == "bf16":
+            return in_16_bits + batch * per_token * context * self.full_layers
         pages = -(-context // PAGE_SIZE)
-        return sliding + batch * (self.full_layers * (pages * self._page_cost + ENTRY) + pages * ENTRY)
+        full = self.full_layers * (pages * self._page_cost + ENTRY) + (pages * ENTRY if self.full_layers else 0)
+        rings = sum(ring_size(window) * self._page_cost + ENTRY for window in self.windows)
+        tables = len(set(self.windows)) * (pages if pages == 1 else pages + pages // 4) * ENTRY
+        return in_16_bits + batch * (full + rings + tables)
+
+    @property
+    def _tables(self) -> int:
+        """Page tables of a cache."""
+        return bool(self.full_layers) + len(set(self.windows))
 
     @property
     def _page_cost(self) -> int:
@@ -152,6 +167,8 @@ def _largest(cost: Callable[[int], int], free: int) -> int:
         return 0
     high = 1
     while cost(high) <= free:
+        if high >= LARGEST:  # the cost of windows does not grow
+            return LARGEST
         high *= 2
     low = high // 2
     while high - low > 1:

@@ -16,13 +16,14 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
     """The shape of a model's KV cache, for `plan`.
 
     Raises:
-        UsageError: as `layers_of`; or the full-attention layers have different shapes. Then call `plan` with one `CacheShape` for each.
+        UsageError: as `layers_of`; or the layers in 8 bits have different shapes. Then call `plan` with one `CacheShape` for each.
     """
     layers = layers_of(config)
     _, num_kv_heads, head_dim = attention_shape(config)
     full = sum(layer.is_full for layer in layers)
-    windows = tuple(layer.window for layer in layers if layer.window is not None)
-    return CacheShape(full, num_kv_heads, head_dim, windows, len(layers) - full - len(windows))
+    windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_ring)
+    kept = tuple(layer.window for layer in layers if layer.window is not None and not layer.is_ring)
+    return CacheShape(full, num_kv_heads, head_dim, windows, kept, len(layers) - full - len(windows) - len(kept))
 
 
 def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:

@@ -17,13 +17,15 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from fp8attn.cache.ring import SHORTEST_WINDOW
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
 from fp8attn.numerics import relative_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 VOCABULARY = 97
-TOKENS, STEPS = 140, 2
+WINDOW = SHORTEST_WINDOW
+TOKENS, LONG, STEPS = 140, WINDOW + 40, 2  # LONG: for models with windows
 LAYERS = 4
 # Small values for attributes of configs. A config gets those that it has.
 SMALL = {
@@ -33,7 +35,7 @@ SMALL = {
     "expert_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32, "prefix_dense_intermediate_size": 96,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2,
     "moe_topk": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1,
-    "num_dense_layers": 1, "sliding_window": 32, "attention_chunk_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_dense_layers": 1, "sliding_window": WINDOW, "attention_chunk_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "attention_dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "activation_dropout": 0.0, "word_embed_proj_dim": 128, "embedding_size": 128,
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "query_pre_attn_scalar": 64,
@@ -122,16 +124,17 @@ def model_of(config: PreTrainedConfig) -> transformers.PreTrainedModel:
 def errors(config: PreTrainedConfig) -> list[float]:
     """The relative errors of a model's logits on a growing and on a static `FP8Cache`, beside transformers' own cache."""
     model = model_of(config)
-    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = LONG if any(layer.is_ring for layer in layers_of(config)) else TOKENS
+    ids = torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(1))
 
     def logits(made: transformers.Cache) -> torch.Tensor:
         prompt = model(ids[:, :-STEPS], past_key_values=made).logits
-        steps = [model(ids[:, i : i + 1], past_key_values=made).logits for i in range(TOKENS - STEPS, TOKENS)]
+        steps = [model(ids[:, i : i + 1], past_key_values=made).logits for i in range(tokens - STEPS, tokens)]
         return torch.cat([prompt, *steps], 1)
 
     model.set_attn_implementation("eager")
     exact = logits(DynamicCache(config=model.config))
-    return [relative_error(logits(FP8Cache(model, max_cache_len=length)), exact) for length in (None, TOKENS)]
+    return [relative_error(logits(FP8Cache(model, max_cache_len=length)), exact) for length in (None, tokens)]
 
 
 def page(untried: dict[str, str]) -> str:
@@ -142,7 +145,7 @@ def page(untried: dict[str, str]) -> str:
             continue
         reason = unsupported_reason(config_of(name))
         if reason is None:
-            kinds = {layer.kind for layer in layers_of(config_of(name)) if not layer.is_full} - {"dummy"}
+            kinds = {layer.kind for layer in layers_of(config_of(name)) if not layer.in_pages} - {"dummy"}
             served[", ".join(sorted(kind.replace("_", " ").removesuffix(" attention") for kind in kinds)) or "none"].append(name)
         else:
             refused[_in_short(reason)].append(name)
@@ -150,8 +153,10 @@ def page(untried: dict[str, str]) -> str:
         "# Families of models in transformers", "",
         f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, by `model_type`.",
         "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64, and compares",
-        "its logits on a growing and on a static cache with those on transformers' own cache. `python -m tests.support.families --write`",
-        "writes this page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
+        "its logits on a growing and on a static cache with those on transformers' own cache. Its sliding windows have "
+        f"{WINDOW} tokens.",
+        "(Shorter ones stay in 16 bits, because their pages would not be smaller.) `python -m tests.support.families --write` writes this",
+        "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
         "have another head_dim or other layers.", "",
         "## Served", "", "| layers that stay in 16 bits | families |", "|---|---|",
         *(f"| {kinds} | {', '.join(names)} |" for kinds, names in sorted(served.items(), key=lambda item: -len(item[1]))), "",

@@ -3,6 +3,7 @@
 import pytest
 
 from fp8attn import PagedKVCache
+from fp8attn.checks import LARGEST
 from fp8attn_tools.plan import CacheShape, human, parse_bytes, plan
 
 LLAMA_8B = CacheShape(full_layers=32, num_kv_heads=8, head_dim=128)
@@ -22,8 +23,25 @@ def test_bytes_per_token():
     assert LLAMA_8B.nbytes("bf16", 4096, 2) == 2 * 4096 * 131072
 
 
+@pytest.mark.parametrize(("context", "batch"), [(1, 1), (100, 2), (5000, 2)])
+def test_windows_are_those_of_a_cache(context, batch):
+    made = []
+    for window in (512, 1024):
+        cache = PagedKVCache(2, 64, num_layers=2, num_seqs=batch, window=window)
+        cache.reserve(context)
+        for layer in range(2):
+            cache.pages(layer)
+        made.append(cache.nbytes)
+    shape = CacheShape(0, 2, 64, windows=(512, 512, 1024, 1024))
+    assert shape.nbytes("fp8", context, batch) == sum(made)
+    assert shape.nbytes("bf16", context, batch) == batch * 4 * 2 * 64 * sum(min(context, w) for w in shape.windows)
+    assert shape.bytes_per_token("bf16") == 0 and shape.bytes_per_token("fp8") == 2 * 4 / 128
+    bf16, fp8 = plan(shape, 10**9)
+    assert bf16.longest_context == LARGEST and fp8.longest_context > 10**9 and fp8.largest_batch > 1.2 * bf16.largest_batch
+
+
 def test_sliding_layers_are_a_16_bit_window_under_both():
-    mixed = CacheShape(full_layers=1, num_kv_heads=2, head_dim=64, windows=(512, 1024))
+    mixed = CacheShape(full_layers=1, num_kv_heads=2, head_dim=64, windows_16_bit=(512, 1024))
     full = CacheShape(full_layers=1, num_kv_heads=2, head_dim=64)
     for cache in ("bf16", "fp8"):
         assert mixed.nbytes(cache, 100) - full.nbytes(cache, 100) == 2 * 100 * 2 * 2 * 64 * 2
@@ -60,7 +78,7 @@ def test_errors():
         plan(LLAMA_8B, 10**9, batch=0)
     with pytest.raises(ValueError, match=r"no FP8 cache for head_dim 100; it must be one of \(64, "):
         CacheShape(1, 1, 100)
-    for shape in ((0, 2, 64, (16,)), (1, 0, 64), (1, 1, 0), (1, 2, 64, (0,))):
+    for shape in ((0, 2, 64), (0, 2, 64, (), (16,)), (1, 0, 64), (1, 1, 0), (1, 2, 64, (0,))):
         with pytest.raises(ValueError, match="full_layers, num_kv_heads, head_dim and windows must be positive"):
             CacheShape(*shape)
     with pytest.raises(ValueError, match=r"cache must be one of \('bf16', 'fp8'\); got 'int4'"):

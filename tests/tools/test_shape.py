@@ -16,6 +16,10 @@ def test_layers_by_their_type():
     llama = transformers.LlamaConfig(num_hidden_layers=3, num_attention_heads=8, hidden_size=512, num_key_value_heads=2)
     assert shape_of(llama) == CacheShape(3, 2, 64)
     assert shape_of(gemma3()) == CacheShape(1, 1, 256, windows=(512, 512)) and shape_of(gemma3()).num_layers == 3
+    mistral = transformers.MistralConfig(num_hidden_layers=2)
+    assert shape_of(mistral) == CacheShape(0, mistral.num_key_value_heads, 128, windows=(4096, 4096))
+    chunked = transformers.Llama4TextConfig(num_hidden_layers=4, head_dim=128)
+    assert shape_of(chunked) == CacheShape(1, chunked.num_key_value_heads, 128, windows_16_bit=(8192, 8192, 8192))
     linear = transformers.Qwen3NextConfig(num_hidden_layers=4)
     assert shape_of(linear) == CacheShape(1, linear.num_key_value_heads, linear.head_dim, other_layers=3)
 

@@ -99,9 +99,15 @@ class LayerPages:
         """The pool, with at least `num_pages`."""
         return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
 
-    def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
-        """Copy the bytes of pages from another pool, `given`."""
-        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
+    def write(self, pages: list[int], sources: list[int], given: torch.Tensor, table: PageTable) -> None:
+        """Copy the bytes of pages `sources` from another pool, `given`."""
+        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given[torch.tensor(sources)].to(self.device)
+
+    def take(self, pages: list[int], table: PageTable) -> None:
+        """Replace the pool with copies of these pages of it. A pool of as many pages keeps its tensor."""
+        if self.pool is not None:
+            taken = self.pool[table.to_device(pages, torch.long)]
+            self.pool = self.pool.copy_(taken) if taken.shape == self.pool.shape else taken
 
     def apply(self, change: Change, table: PageTable) -> None:
         """Grow the pool, copy its pages and drop tokens, as `PageTable.reserve` needs."""

@@ -84,6 +84,10 @@ class PageTable:
         """Pages of every layer's pool."""
         return len(self.references)
 
+    def pages_of(self, seq: int) -> list[int]:
+        """The pages of a sequence's tokens, in order."""
+        return self.tables[seq][: num_pages_of(self.lengths[seq])]
+
     # Appending tokens
 
     def reserve(self, lengths: list[int], apply: Callable[[Change], None]) -> None:
@@ -129,11 +133,11 @@ class PageTable:
         for lengths in self.cache_seqlens:
             lengths.fill_(length)
 
-    def fill(self, lengths: list[int], tables: list[list[int]]) -> list[int]:
+    def fill(self, lengths: list[int], tables: list[list[int]]) -> tuple[list[int], list[int]]:
         """Set the lengths of an empty table, and allocate a page for each page of another pool that `tables` name. Sharing stays the same.
 
         Returns:
-            The new pages, in the order of the other pool's pages.
+            The pages to write, and for each the page of the other pool that it is a copy of.
         """
         taken, num_pages = self._find(1 + max((page for table in tables for page in table), default=-1))
         self._take(taken, num_pages)
@@ -146,12 +150,15 @@ class PageTable:
         self.tails = {seq for seq, length in enumerate(lengths) if length % PAGE_SIZE}  # not known of another pool
         self._write_table([(seq, 0, len(table)) for seq, table in enumerate(self.tables)])
         self.write_lengths()
-        return taken
+        return taken, list(range(len(taken)))
 
     def advance(self, new: list[int], longest: int) -> None:
         """Add `new` tokens to the host's length of each sequence. The layers append them on the device. `longest` is the largest number."""
         self.lengths = [old + n for old, n in zip(self.lengths, new, strict=True)]
         self.headroom = max(0, self.headroom - longest)
+
+    def unwritten(self) -> None:
+        """Forget what `advance` noted of pages, besides lengths: the step's first layer has failed before it changed one."""
 
     # Dropping tokens, moving sequences
 

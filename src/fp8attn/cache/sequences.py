@@ -19,6 +19,7 @@ from ..scales import LayerScales
 from .ahead import Ahead
 from .layer import LayerPages
 from .page_table import Change, PageTable, num_pages_of
+from .ring import RingTable, ring_size
 from .step import StaticForm, Step
 
 MOST_SEQUENCES = 2**20  # each has lists on the host
@@ -37,6 +38,7 @@ class Sequences:
         num_seqs: int = 1,
         num_pages: int | None = None,
         max_seqlen: int | None = None,
+        window: int | None = None,
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool | Sequence[bool] = True,
         k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
@@ -49,7 +51,8 @@ class Sequences:
         if head_dim not in HEAD_DIMS:
             raise UsageError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
         sizes = {
-            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen
+            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen,
+            "window": window,
         }  # fmt: skip
         if any(size is not None and (not is_whole(size) or not 1 <= size <= LARGEST) for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
@@ -57,10 +60,12 @@ class Sequences:
         if num_seqs > MOST_SEQUENCES:
             raise UsageError(f"num_seqs must be at most {MOST_SEQUENCES:,}; got {num_seqs:,}")
         check_backend(backend)
+        if window is not None and num_pages is not None:
+            raise UsageError(f"window decides how many pages there are; leave out num_pages={num_pages}")
         if max_seqlen is not None:
             if num_pages is not None:
                 raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
-            num_pages = num_seqs * num_pages_of(max_seqlen)
+            num_pages = num_seqs * (num_pages_of(max_seqlen) if window is None else ring_size(window, max_seqlen))
             if num_pages > LARGEST:
                 raise UsageError(
                     f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most {LARGEST:,}"
@@ -68,7 +73,7 @@ class Sequences:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.device = torch.empty(0, device=device).device  # with its index
-        self.key_dtype, self.backend, self.max_seqlen = key_dtype, backend, max_seqlen
+        self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
         options = [
             _each(name, value, num_layers)
             for name, value in (("rotate_keys", rotate_keys), ("k_mean", k_mean), ("v_mean", v_mean), ("scales", scales))
@@ -84,7 +89,7 @@ class Sequences:
             for layer in self.layers:
                 layer.fit(num_pages)
         self.overflow_counts = OverflowCounts(num_layers, num_kv_heads, head_dim, self.device) if count_overflows else None
-        self.table = PageTable(num_layers, num_seqs, num_pages, self.device)
+        self.table = self._new_table(num_seqs, num_pages)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
         self.ahead = Ahead()
@@ -92,6 +97,11 @@ class Sequences:
         if max_seqlen is not None:
             self._reserve([max_seqlen] * num_seqs)
             self._mark_static()
+
+    def _new_table(self, num_seqs: int, num_pages: int | None) -> PageTable:
+        if self.window is not None:
+            return RingTable(len(self.layers), num_seqs, self.window, self.max_seqlen, self.device)
+        return PageTable(len(self.layers), num_seqs, num_pages, self.device)
 
     # State
 
@@ -155,7 +165,7 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize one sequence, with the tokens that this layer has appended.
+        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as many as the window has.
 
         Returns:
             K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
@@ -167,7 +177,7 @@ class Sequences:
         length = self.lengths[seq]
         if step is not None and step.before is not None and layer not in step.pages:  # its append of this step is still to come
             length = step.before[seq]
-        return pages.read(seq, length, dtype)
+        return pages.read(seq, length, dtype, 0 if self.window is None else max(0, length - self.window))
 
     # Moving sequences
 
@@ -200,7 +210,7 @@ class Sequences:
     def reset(self) -> None:
         """Drop all tokens. The memory of growing pools is freed. Pools of fixed size stay allocated."""
         if self.table.grows:
-            self.table = PageTable(len(self.layers), self.num_seqs, None, self.device)
+            self.table = self._new_table(self.num_seqs, None)
             for layer in self.layers:
                 layer.pool = None
             self._pages, self._step = [None] * len(self.layers), None
@@ -225,6 +235,8 @@ class Sequences:
                 f"a cache with max_seqlen keeps its number of sequences, and select would change it from {self.num_seqs} to "
                 f"{len(chosen)}; make the cache with the final number, or without max_seqlen"
             )
+        if isinstance(self.table, RingTable):
+            self._take(self.table, chosen)
         self._move(lambda table: table.select(chosen))
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
@@ -241,6 +253,9 @@ class Sequences:
             raise ValueError(f"sequence {source} has {held} tokens, so length must be 0 to {held}; got {length}")
         if source == target:
             raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
+        if isinstance(self.table, RingTable):
+            self.table.check_held([length if seq == source else n for seq, n in enumerate(self.table.lengths)])
+            self._take(self.table, [source if seq == target else seq for seq in range(self.num_seqs)])
         self._move(lambda table: table.copy(source, target, length))
 
     def sync(self) -> None:
@@ -260,9 +275,9 @@ class Sequences:
             pools: `[num_pages, num_kv_heads, page_bytes]` uint8, for each layer.
         """
         self.table.truncate([0] * self.num_seqs)
-        pages = self.table.fill(lengths, tables)
+        pages, sources = self.table.fill(lengths, tables)
         for layer, pool in zip(self.layers, pools, strict=True):
-            layer.write(pages, pool, self.table)
+            layer.write(pages, sources, pool, self.table)
         self._move(lambda table: None)
         self._pages = [None] * len(self.layers)  # the means may also be new
         if self._static is not None:
@@ -292,6 +307,13 @@ class Sequences:
         }  # fmt: skip
 
     # For all layers
+
+    def _take(self, table: RingTable, chosen: list[int]) -> None:
+        """Give each sequence a copy of the pages of the `chosen` one."""
+        held, pages = self._tensors(), table.pages_at(chosen)
+        for layer in self.layers:
+            layer.take(pages, table)
+        self._renew(held)
 
     def _reserve(self, counts: list[int]) -> None:
         held = self._tensors()

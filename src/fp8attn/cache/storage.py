@@ -10,7 +10,8 @@ A file holds, for `n` sequences:
 | `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent: zero |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, the shape of a layer, and the format of keys.
+Its metadata has the format of the file, the shape of a layer, and the format of keys; of a cache with a window, the window. Then columns of
+`page_table` left of the window name pages of later tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .sequences import Sequences
 
 Cache = TypeVar("Cache", bound=Sequences)
 FORMAT = "fp8attn.kv_pages.2"
+WINDOWED = "fp8attn.kv_pages.2.window"  # columns left of the window name pages of others
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
@@ -45,7 +47,7 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str,
     cache.check_complete("save")
     lengths, table = cache.lengths, cache.table
     chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
-    held = [table.tables[seq][: num_pages_of(lengths[seq])] for seq in chosen]
+    held = [table.pages_of(seq) for seq in chosen]
     number = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages))}
     width = max(1, *map(len, held))
     tensors = {
@@ -64,7 +66,9 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str,
         "num_layers": cache.num_layers, "num_kv_heads": cache.num_kv_heads, "head_dim": cache.head_dim, "page_size": PAGE_SIZE,
         "key_dtype": cache.key_dtype, "rotate_keys": [layer.format.rotate for layer in cache.layers],
     }  # fmt: skip
-    return tensors, {"format": FORMAT} | {name: json.dumps(value) for name, value in written.items()}
+    if cache.window is not None:
+        written["window"] = cache.window
+    return tensors, {"format": FORMAT if cache.window is None else WINDOWED} | {name: json.dumps(value) for name, value in written.items()}
 
 
 def unpack(
@@ -75,6 +79,7 @@ def unpack(
     try:
         found = {name: json.loads(metadata[name]) for name in ("num_layers", "num_kv_heads", "head_dim", "page_size", "key_dtype")}
         rotate_keys, page_size = json.loads(metadata["rotate_keys"]), found.pop("page_size")
+        window = json.loads(metadata.get("window", "null"))
         if page_size == PAGE_SIZE:
             lengths, table = _table(tensors)
             pools = _pools(tensors, len({page for pages in table for page in pages}), **found)
@@ -91,8 +96,8 @@ def unpack(
             k_scale, v_scale, k_mean, v_mean = (tensors[f"scales.{index}.{name}"] for name in TENSORS)
             scales.append(LayerScales(k_scale, v_scale, k_mean, v_mean, found["key_dtype"], rotated))
     cache = make(
-        **found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, device=device,
-        backend=backend,
+        **found, rotate_keys=rotate_keys, scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, window=window,
+        device=device, backend=backend,
     )  # fmt: skip
     for index, layer in enumerate(cache.layers):  # the same bits, because K's mean is not rotated again
         layer.use_means(tensors.get(f"k_mean.{index}"), tensors.get(f"v_mean.{index}"))
@@ -159,7 +164,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") not in (FORMAT, WINDOWED):
         raise UsageError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
     if metadata.get("checksum") != checksum(tensors):
         raise UsageError(f"{path} is incomplete or not as written (its bytes have another checksum); {AGAIN}")

@@ -66,8 +66,8 @@ def warmup(
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
             of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
         overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
-        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; sliding layers of an `FP8Cache` are in 16
-            bits and do not use them), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact).
+        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a model whose
+            sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact).
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
@@ -88,10 +88,16 @@ def warmup(
     if isinstance(attention, str):
         raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
     if config is not None:
-        from .transformers.config import attention_shape, has_sinks, has_softcap
+        from .transformers.config import attention_shape, has_sinks, has_softcap, layers_of
 
         num_q_heads, num_kv_heads, head_dim = attention_shape(config)
-        attention = [*attention, *(("softcap",) if has_softcap(config) else ()), *(("sinks",) if has_sinks(config) else ())]
+        windowed = any(spec.is_ring for spec in layers_of(config))
+        attention = [
+            *attention,
+            *(("window",) if windowed else ()),
+            *(("softcap",) if has_softcap(config) else ()),
+            *(("sinks",) if has_sinks(config) else ()),
+        ]
     assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
     if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")

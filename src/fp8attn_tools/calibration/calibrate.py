@@ -77,16 +77,16 @@ def calibrate(
         data_parallel: processes that have the same heads and different batches, at least one each. Their observations are merged.
         progress: called with (batches done, number of batches, None if `batches` has no length).
     Returns:
-        The scales of all full-attention layers (sliding layers stay in 16 bits), the SQNR of K and V of each, and the layers whose K has an
-        offset that no static mean removes (`k_offsets`); the same in every process. `q_scale` is None if the model computes its attention
-        itself.
+        The scales of all full-attention layers (the pages of windows set their own), the SQNR of K and V of each, and the layers whose K
+        has an offset that no static mean removes (`k_offsets`); the same in every process. `q_scale` is None if the model computes its
+        attention itself.
     Raises:
         TypeError: `model` is no transformers model, `batches` no iterable of batches, or a batch has no tensors.
         UsageError: no tokens; an unknown method or key_dtype; a model without plain K and V (`layers_of`); heads that are divided over
             processes without `tensor_parallel`; a checkpoint of another calibration.
         ValueError: NaN or Inf in Q, K or V.
     """
-    specs = layers_of(_config(model))
+    specs = _specs(model)
     _check_batches(batches)
     options = Options(method, percentile, key_dtype, rotate_keys, means)
     if chunk < 1:
@@ -283,7 +283,7 @@ def check_scales(
     Raises:
         TypeError, UsageError: as `calibrate`; or the scales are none, or of another model.
     """
-    specs = layers_of(_config(model))
+    specs = _specs(model)
     _check_batches(batches)
     if not isinstance(scales, KVScales):
         raise TypeError(f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}")
@@ -321,6 +321,18 @@ def _check_batches(batches: Any) -> None:
             f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got {type(batches).__name__}. "
             "Put a single batch into a list: [input_ids]"
         )
+
+
+def _specs(model: Any) -> list[LayerSpec]:
+    """The layers of a model. Raises UsageError if there is none to calibrate."""
+    config = _config(model)
+    specs = layers_of(config)
+    if not any(spec.is_full for spec in specs):
+        raise UsageError(
+            f"only full-attention layers are calibrated, and every layer of {config.model_type!r} has a window: use FP8Cache without "
+            "scales, whose pages set their own"
+        )
+    return specs
 
 
 def _config(model: Any) -> PreTrainedConfig:

@@ -198,9 +198,9 @@ def plan(
         taken = planning.human(fit.cache_bytes)
         table.add_row(fit.cache.upper(), f"{fit.bytes_per_token:,.0f}", taken, f"{fit.longest_context:,}", f"{fit.largest_batch:,}")
     out.print(table)
-    if shape.windows or shape.other_layers:
-        kept = f"{len(shape.windows)} sliding layers stay in 16 bits, {shape.other_layers} layers have no cache of K and V"
-        out.print(f"{shape.full_layers} full layers; {kept}")
+    if shape.num_layers > shape.full_layers:
+        sliding = f"{len(shape.windows)} sliding layers have pages of their windows, {len(shape.windows_16_bit)} stay in 16 bits"
+        out.print(f"{shape.full_layers} full layers; {sliding}; {shape.other_layers} layers have no cache of K and V")
 
 
 @app.command()

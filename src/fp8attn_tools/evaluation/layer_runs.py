@@ -12,7 +12,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION
+from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
 from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
 
 from .caches import forward
@@ -22,9 +22,11 @@ GROUP = 8  # runs that share a forward of the 16-bit model
 MakeSkipping = Callable[[Sequence[int]], Cache]
 
 
-def full_layers(model: Any) -> tuple[int, ...]:
-    """The numbers of a model's full-attention layers, whose K and V can be in 8 bits."""
-    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full)
+def layers_in_8_bits(model: Any, make_cache: MakeSkipping) -> tuple[int, ...]:
+    """The numbers of a model's layers whose K and V such a cache can have in 8 bits: those with full attention, and in an `FP8Cache` those
+    with a long sliding window."""
+    rings = isinstance(make_cache(()), FP8Cache)
+    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (rings and spec.is_ring))
 
 
 class LayerRuns:
@@ -38,7 +40,7 @@ class LayerRuns:
         counts: the number of runs of each call of `measure`, for `progress`.
         progress: called with (forwards done, number of forwards).
     Attributes:
-        full: the numbers of the full-attention layers.
+        full: the numbers of the layers that the cache can have in 8 bits.
     Raises:
         UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
     """
@@ -57,7 +59,7 @@ class LayerRuns:
             raise UsageError(f"windows must be [N, S + 1] token ids with N and S at least 1; got {list(windows.shape)}")
         if model.training:
             raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
-        self.full = full_layers(model)
+        self.full = layers_in_8_bits(model, make_cache)
         if (reason := unsupported_reason(model.config)) is not None:
             raise UsageError(reason)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)

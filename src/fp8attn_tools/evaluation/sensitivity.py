@@ -36,11 +36,11 @@ from fp8attn import backends
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import WINDOWED_LAYER_TYPES, LayerSpec, layers_of
+from fp8attn.integrations.transformers.config import LayerSpec, layers_of
 from fp8attn.params import BackendName
 
 from .caches import CHUNK
-from .layer_runs import LayerRuns, MakeSkipping, Run, full_layers
+from .layer_runs import LayerRuns, MakeSkipping, Run, layers_in_8_bits
 from .perplexity import standard_error
 from .record import write_json
 
@@ -70,7 +70,7 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What 8 bits cost in each full-attention layer of a model, alone and together.
+    """What 8 bits cost in each layer of a model that can be in 8 bits, alone and together.
 
     Attributes:
         layers: in the model's order.
@@ -79,7 +79,7 @@ class Sensitivity:
         floor: the divergence of the 16-bit model if the first layer's attention output is changed by its last bit.
         tokens: the number of predictions that were compared.
         context, chunk: tokens of a window, and of a forward.
-        windowed: the numbers of layers with a window. `FP8Cache` keeps them in 16 bits whatever is chosen.
+        windowed: the numbers of layers with a window that the cache keeps in 16 bits whatever is chosen.
         model, dtype, cache: names of the model, of its dtype, and of the cache that was measured.
         rounds_queries: whether attention rounded queries to 8 bits, too.
     """
@@ -102,7 +102,7 @@ class Sensitivity:
         return tuple(row.layer for row in sorted(self.layers, key=lambda row: -row.kl))
 
     def bytes_per_token(self, skip_layers: Sequence[int] = ()) -> float:
-        """Bytes of one more token in all full-attention layers, with these layers in 16 bits and all others in 8 bits."""
+        """Bytes of one more token in all layers that grow, with these layers in 16 bits and all others in 8 bits."""
         return sum(row.bytes_16_bit if row.layer in skip_layers else row.bytes_8_bit for row in self.layers)
 
     def kl(self, skip_layers: Sequence[int] = ()) -> float:
@@ -149,9 +149,9 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
     """Refuse a budget that no choice of layers meets, before anything is measured.
 
     Raises:
-        UsageError: it is less than a token takes with all full-attention layers in 8 bits.
+        UsageError: it is less than a token takes with all layers in 8 bits.
     """
-    least = sum(_bytes_8_bit(spec) for spec in layers_of(config) if spec.is_full)
+    least = sum(_bytes_8_bit(spec) for spec in layers_of(config))
     if max_bytes_per_token < least:
         raise UsageError(
             f"no choice of layers takes at most {max_bytes_per_token:g} bytes per token: with all in 8 bits it is {least:,.0f}"
@@ -159,7 +159,8 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
 
 
 def _bytes_8_bit(spec: LayerSpec) -> float:
-    return spec.num_kv_heads * PageLayout.of(spec.head_dim).nbytes / PAGE_SIZE
+    """Of one more token, in pages. A window does not grow."""
+    return spec.num_kv_heads * PageLayout.of(spec.head_dim).nbytes / PAGE_SIZE if spec.is_full else 0.0
 
 
 def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_to
     Args:
         report: of `sensitivity`.
         max_kl: a KL divergence in nats per token. As few layers as possible are left in 16 bits.
-        max_bytes_per_token: bytes of one more token in all full-attention layers (`Sensitivity.bytes_per_token`; `fp8attn plan` shows what
+        max_bytes_per_token: bytes of one more token in all layers that grow (`Sensitivity.bytes_per_token`; `fp8attn plan` shows what
             they are with all layers in 8 and in 16 bits). The divergence is the smallest that fits.
     Returns:
         The numbers of the layers, in order, for `FP8Cache(skip_layers=...)` and `AttentionPolicy(skip=...)`. `report.kl(chosen)` is their
@@ -199,7 +200,7 @@ def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_to
 
 
 def vllm_arguments(report: Sensitivity, skip_layers: Sequence[int]) -> str:
-    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those with a window, as in `FP8Cache`.
+    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those that the measured cache keeps in them.
 
     That cache casts K and V to E4M3 with one scale a layer. To choose layers for it, measure such a cache: `cache_factory("scale-1", ...)`.
     """
@@ -217,7 +218,7 @@ def sensitivity(
     chunk: int = CHUNK,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
-    """Measure what 8 bits cost in each full-attention layer, alone and cumulated in the order of the choice (see the module).
+    """Measure what 8 bits cost in each layer that can be in 8 bits, alone and cumulated in the order of the choice (see the module).
 
     The baseline is the model with transformers' own cache, in its own dtype. Take text of the kind that the model will see, and windows as
     long as its prompts: errors can grow with the context.
@@ -234,8 +235,8 @@ def sensitivity(
         UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
         ValueError: a divergence is not a number, because logits are NaN or infinite.
     """
-    specs, full = layers_of(model.config), full_layers(model)
     make = _default(model) if make_cache is None else make_cache
+    specs, full = layers_of(model.config), layers_in_8_bits(model, make)
     runs = LayerRuns(model, windows, make, chunk=chunk, counts=(1 + len(full), len(full) - 1), progress=progress)
     with runs.watching():
         nudged, *alone = runs.measure([Run(runs, nudged=full[0]), *(Run(runs, [layer], compared=layer) for layer in full)])
@@ -251,7 +252,7 @@ def sensitivity(
             kl=means[layer],
             standard_error=standard_error(kl),
             bytes_8_bit=_bytes_8_bit(specs[layer]),
-            bytes_16_bit=4.0 * specs[layer].num_kv_heads * specs[layer].head_dim,
+            bytes_16_bit=4.0 * specs[layer].num_kv_heads * specs[layer].head_dim if specs[layer].is_full else 0.0,
         )
         for layer, kl in zip(full, alone, strict=True)
     )
@@ -262,7 +263,7 @@ def sensitivity(
         tokens=nudged.numel(),
         context=windows.shape[1] - 1,
         chunk=chunk,
-        windowed=tuple(number for number, spec in enumerate(specs) if spec.kind in WINDOWED_LAYER_TYPES),
+        windowed=tuple(number for number, spec in enumerate(specs) if spec.window is not None and number not in full),
         model=model.config.name_or_path,
         dtype=str(model.dtype).removeprefix("torch."),
         cache=name,
@@ -289,12 +290,12 @@ def divergence(
     Returns:
         For each choice the mean over the tokens and its standard error, in nats per token.
     Raises:
-        UsageError: as `sensitivity`, or a number is not that of a full-attention layer.
+        UsageError: as `sensitivity`, or a number is not that of a layer that can be in 8 bits.
     """
-    full = full_layers(model)
-    if unknown := sorted({layer for choice in choices for layer in choice} - {*full}):
-        raise UsageError(f"layers {unknown} are no full-attention layers of the model; those are {list(full)}")
     make = _default(model) if make_cache is None else make_cache
+    full = layers_in_8_bits(model, make)
+    if unknown := sorted({layer for choice in choices for layer in choice} - {*full}):
+        raise UsageError(f"layers {unknown} are none that can be in 8 bits; those are {list(full)}")
     runs = LayerRuns(model, windows, make, chunk=chunk, counts=[len(choices)], progress=progress)
     found = runs.measure([Run(runs, [layer for layer in full if layer not in choice]) for choice in choices])
     return [(float(kl.mean()), standard_error(kl)) for kl in found]

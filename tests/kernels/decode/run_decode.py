@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -98,6 +99,13 @@ def filled_pages(
     return pages
 
 
+def poison_left_of_windows(pages: KVPages, lengths: list[int], queries: list[int], window: int) -> None:
+    """Let the columns left of all windows name a page of NaN: in a ring they are pages of other tokens."""
+    for seq, (length, new) in enumerate(zip(lengths, queries, strict=True)):
+        if window:
+            pages.page_table[seq, : max(0, length - new - window + 1) // 128] = pages.page_table[0, -1]
+
+
 def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) -> tuple:
     """Runs the launcher on a case, and `run` on its launch and on what the launch before may have written. Returns the result, and the
     float64 result."""
@@ -105,6 +113,8 @@ def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) 
     torch.manual_seed(0)
     pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
     tokens = c["queries"] * len(c["lengths"]) if c["bounds"] is None else c["bounds"][-1] + 2
+    new = [b - a for a, b in pairwise(c["bounds"])] if c["bounds"] else [c["queries"]] * len(c["lengths"])
+    poison_left_of_windows(pages, c["lengths"], new, c["window"])
     q = torch.randn(tokens, c["heads"] * c["group"], c["head_dim"]).to(c["dtype"])
     if c["broken"]:  # a query, and a page
         q[0, 1, 5] = torch.nan

@@ -19,7 +19,7 @@ from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.kernels import prefill
 from tests.emulator import emulate
-from tests.kernels.decode.run_decode import filled_pages
+from tests.kernels.decode.run_decode import filled_pages, poison_left_of_windows
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry
 
@@ -90,6 +90,7 @@ def emulate_case(name: str) -> dict:
         in_order = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
         pages = replace(pages, pool=pages.pool[table.flatten()], page_table=in_order)
     queries = case["queries"]
+    poison_left_of_windows(pages, case["lengths"], queries, case.get("window", 0))
     q = torch.randn(sum(queries), 1, case["head_dim"])
     q = E4M3.quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
     rope, asked = None, q

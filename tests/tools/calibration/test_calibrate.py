@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8attn import PagedKVCache
+from fp8attn import PagedKVCache, UsageError
 from fp8attn.formats.codec import E4M3, INT8, codec_of
 from fp8attn.formats.rotation import rotate
 from fp8attn_tools import calibrate
@@ -405,6 +405,15 @@ def test_under_our_attention_too(model, ids):
     ours.set_attn_implementation("fp8_kv")
     want, got = calibrate(model, [ids]), calibrate(ours, [ids])
     torch.testing.assert_close(got.layer(1).v_scale, want.layer(1).v_scale, rtol=1e-4, atol=0)
+
+
+def test_a_model_of_windows_alone_has_nothing_to_calibrate(ids):
+    config = transformers.MistralConfig(
+        vocab_size=89, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        sliding_window=512,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="only full-attention layers are calibrated, and every layer of 'mistral' has a window"):
+        calibrate(transformers.MistralForCausalLM(config), ids)
 
 
 def test_sliding_layers_stay_in_16_bits(ids):

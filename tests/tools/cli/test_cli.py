@@ -263,7 +263,7 @@ def test_plan():
 
 def test_plan_of_a_model(tiny_model):
     found = run_json("plan", "--model", tiny_model, "--memory", "1GiB")
-    assert found["shape"] == {"full_layers": 2, "num_kv_heads": 2, "head_dim": 64, "windows": [], "other_layers": 0}
+    assert found["shape"] == {"full_layers": 2, "num_kv_heads": 2, "head_dim": 64, "windows": [], "windows_16_bit": [], "other_layers": 0}
     assert found["weights"] == (tiny_model / "model.safetensors").stat().st_size
     assert "size of the files" in " ".join(run("plan", "--model", tiny_model, "--memory", "1GiB").split())
 

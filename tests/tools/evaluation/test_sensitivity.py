@@ -188,7 +188,7 @@ def test_a_set_that_was_not_measured(planted, report):
         report.kl([0])
     with pytest.raises(UsageError, match="were not measured"):
         report.kl(range(LAYERS))
-    with pytest.raises(UsageError, match=r"layers \[-1, 6\] are no full-attention layers of the model; those are \[0, 1, 2, 3, 4, 5\]"):
+    with pytest.raises(UsageError, match=r"layers \[-1, 6\] are none that can be in 8 bits; those are \[0, 1, 2, 3, 4, 5\]"):
         divergence(planted, WINDOWS, [(0, 6), (-1,)])
 
 
@@ -213,6 +213,16 @@ def test_layers_with_a_window_stay_in_16_bits():
     assert [row.layer for row in found.layers] == [1, 2] and found.windowed == (0,)
     assert 1e-5 < found.cumulated_kl[0] == near(direct_kl(model, WINDOWS[:1]))
     assert vllm_arguments(found, (2,)) == "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 2"
+
+
+def test_long_windows_are_measured():
+    model = make("qwen2-mixed", sliding_window=384)
+    found = sensitivity(model, WINDOWS[:1], chunk=CHUNK)
+    assert [row.layer for row in found.layers] == [0, 1, 2] and found.windowed == ()
+    assert found.cumulated_kl[0] == near(direct_kl(model, WINDOWS[:1]))
+    assert found.layers[0].bytes_8_bit == found.layers[0].bytes_16_bit == 0 < found.layers[1].bytes_8_bit  # a window does not grow
+    other = sensitivity(model, WINDOWS[:1], lambda skip: cache_factory("scale-1", model, skip_layers=skip)(), chunk=CHUNK, name="scale-1")
+    assert [row.layer for row in other.layers] == [1, 2] and other.windowed == (0,)
 
 
 @pytest.mark.parametrize("family", ["gemma2-softcap", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks"])

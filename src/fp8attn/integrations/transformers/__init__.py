@@ -16,7 +16,8 @@ with needs("hf"):
     from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention import fp8_kv_attention
-from .cache import FP8Cache, edge_layers
+from .build import edge_layers
+from .cache import FP8Cache
 from .config import unsupported_reason
 from .masks import fp8_kv_mask
 from .tensors import ATTN_IMPLEMENTATION

@@ -21,7 +21,7 @@ NEUTRAL = frozenset({
 })  # fmt: skip
 # Keywords that change what attention computes or returns, and words in the names of such keywords.
 CHANGES_ATTENTION = frozenset({
-    "block_indices", "block_table", "cache", "indices", "output_attentions", "position_bias", "s_aux", "seq_idx", "sliding_window",
+    "block_indices", "block_table", "cache", "indices", "output_attentions", "position_bias", "s_aux", "seq_idx",
 })  # fmt: skip
 CHANGING_WORDS = (
     "alibi", "bias", "cap", "chunk", "cu_seq", "dropout", "mask", "max_length", "max_seq", "prefix", "scale", "scaling", "score", "sink",
@@ -102,9 +102,14 @@ def _attend_pages(
     if dropout:
         raise ValueError(f"{_in_fp8(module)}, which supports no dropout, and dropout is {dropout}; call model.eval()")
     _check_keywords(module, keywords)
-    start = None
+    start, window = None, None if key.seen is None else key.seen.window
+    if keywords.get("sliding_window") not in (None, window):
+        raise ValueError(
+            f"{_in_fp8(module)} and is called with sliding_window={keywords['sliding_window']}, and by the model's config its window is "
+            f"{window}. Keep such layers in 16 bits (FP8Cache(model, skip_layers=[...]))"
+        )
     if mask is not None:
-        if not isinstance(mask, CompactMask):
+        if not isinstance(mask, CompactMask) or mask.window != window:
             raise ValueError(
                 f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask {tuple(mask.shape)} "
                 f"{mask.dtype}. "
@@ -114,11 +119,12 @@ def _attend_pages(
                 "mask: model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask.rows[0] if mask.shape[2] == 2 else None
+    causal = causal or window is not None
     if query.dtype != key.dtype:  # keys are in autocast's dtype already
         (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
-        tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, softcap=softcap, sinks=sinks,
+        tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
         leftpad_k=start, exact=key.exact, backend=key.backend,
     )  # fmt: skip
     return out.view(batch, length, heads, head_dim)
@@ -130,7 +136,8 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
     A newer transformers may pass a new keyword to every model, and most of those do not concern attention. So an unknown keyword is refused
     only if its name has a word that says that it does.
     """
-    given = [name for name, value in keywords.items() if name not in NEUTRAL and value is not None and value is not False]
+    checked = (*NEUTRAL, "sliding_window")
+    given = [name for name, value in keywords.items() if name not in checked and value is not None and value is not False]
     if not given:
         return
     refused = sorted(name for name in given if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS))

@@ -16,7 +16,12 @@ from ...params import BackendName, check_backend
 from ...scales import KVScales, ranges
 from .biases import layer_biases, spread_layers
 from .config import decoder_config, layers_of, unsupported_reason
-from .layers import FP8HybridLayer, FP8Layer, FP8Layers
+from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
+
+
+def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
+    """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is `(0, -2, -1)`."""
+    return (*range(first), *range(-last, 0))
 
 
 def transformers_model(model: Any) -> PreTrainedModel:
@@ -47,7 +52,8 @@ def make_layers(
     model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
     key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool, backend: BackendName,
 ) -> tuple[list[Any], list[FP8Layers]]:  # fmt: skip
-    """The layers of a cache, without means from the model's weights, and what those in FP8 share, by shape. It checks all options.
+    """The layers of a cache, without means from the model's weights, and what those in FP8 share, by shape and window. It checks all
+    options.
 
     Raises:
         TypeError, UsageError: as `FP8Cache`.
@@ -63,7 +69,9 @@ def make_layers(
     specs, config = layers_of(model.config), decoder_config(model.config)
     skipped = _skipped(skip_layers, config.num_hidden_layers)
     if scales is not None:
-        full = next(spec for spec in specs if spec.is_full)
+        full = next((spec for spec in specs if spec.is_full), None)
+        if full is None:
+            raise UsageError(f"scales are for full-attention layers, and every layer of {config.model_type!r} has a window: leave them out")
         scales.check(
             num_layers=config.num_hidden_layers,
             num_kv_heads=full.num_kv_heads,
@@ -75,9 +83,9 @@ def make_layers(
     plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
     length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
     layers: list[Any] = []
-    groups: dict[tuple[int, int], FP8Layers] = {}
+    groups: dict[tuple[int, int, int | None], FP8Layers] = {}
     for index, spec in enumerate(specs):
-        if not spec.is_full or skipped(index):
+        if not spec.in_pages or skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if spec.head_dim not in HEAD_DIMS:
@@ -85,18 +93,21 @@ def make_layers(
                 f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
                 f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
             )
-        shape = spec.num_kv_heads, spec.head_dim
+        shape = spec.num_kv_heads, spec.head_dim, spec.window
         if shape not in groups:
-            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend)
-        own = None if scales is None else scales.layer(index)
-        if spec.kind == "hybrid":
+            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend, spec.window)
+        own = None if scales is None or spec.is_ring else scales.layer(index)
+        if spec.is_ring:
+            layers.append(FP8SlidingLayer(index, groups[shape], scales=None, rotate_keys=rotate_keys))
+        elif spec.kind == "hybrid":
             states = spec.options.get("number_of_states", 1)
             layers.append(FP8HybridLayer(index, groups[shape], scales=own, rotate_keys=rotate_keys, number_of_states=states))
         else:
             layers.append(FP8Layer(index, groups[shape], scales=own, rotate_keys=rotate_keys))
     if not groups:
         raise UsageError(
-            "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits. Use transformers' own cache "
+            "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long windows. "
+            "Use transformers' own cache "
             "(DynamicCache(config=model.config))"
         )
     return layers, list(groups.values())

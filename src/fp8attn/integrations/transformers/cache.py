@@ -1,4 +1,4 @@
-"""`FP8Cache`: a transformers cache whose full-attention layers hold FP8 pages."""
+"""`FP8Cache`: a transformers cache whose attention layers hold FP8 pages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
@@ -25,20 +21,14 @@ from ...scales import KVScales, ranges
 from . import files
 from .build import make_layers, read_weights, transformers_model
 from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of
-from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer
+from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8SlidingLayer
 from .tensors import ATTN_IMPLEMENTATION
-
-
-def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is `(0, -2, -1)`."""
-    return (*range(first), *range(-last, 0))
-
 
 COMPLETE = -1
 
 
 class FP8Cache(Cache):
-    """A transformers cache with FP8 pages in its full-attention layers: half the bytes of BF16.
+    """A transformers cache with FP8 pages: half the bytes of BF16.
 
     The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one afterwards, the cache
     returns dequantized K and V, which is slower.
@@ -48,9 +38,10 @@ class FP8Cache(Cache):
     large error over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
     channels of K meet small channels of Q.
 
-    Sliding-window and chunked layers are transformers' own, in 16 bits, because a window does not grow. (Its masks grow with the prompt:
-    for a long prompt, call `generate(..., prefill_chunk_size=8192)`.) So are the states of linear layers (gated delta nets, Mamba,
-    convolutions).
+    A layer with a sliding window has pages for its window, which are used again (`cache.ring`). Below 384 tokens these pages would not be
+    smaller than the window in 16 bits. Such layers are transformers' own, in 16 bits. So are chunked layers and the states of linear layers
+    (gated delta nets, Mamba, convolutions). The masks of these layers and those pages grow with the prompt: for a long prompt, call
+    `generate(..., prefill_chunk_size=8192)`.
 
     A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
     another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
@@ -92,8 +83,8 @@ class FP8Cache(Cache):
     ) -> None:
         model = transformers_model(model)
         self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
-        if scales is None:
-            read_weights(model, self.groups)
+        if free := [group for group in self.groups if scales is None or group.window is not None]:
+            read_weights(model, free)
         if max_cache_len is not None and model.device.type != "meta":
             specs = layers_of(model.config)
             for group in self.groups:
@@ -169,12 +160,12 @@ class FP8Cache(Cache):
         """The pages of all FP8 layers; None before the first tokens.
 
         Raises:
-            ValueError: the FP8 layers have several shapes, and so several `PagedKVCache`s, those of `groups`.
+            ValueError: the FP8 layers have several shapes or windows, and so several `PagedKVCache`s, those of `groups`.
         """
         if len(self.groups) > 1:
             raise ValueError(
-                f"the FP8 layers of this model have {len(self.groups)} shapes, each with pages of its own. cache.pages(layer) has those of "
-                "a layer, [group.paged for group in cache.groups] those of all"
+                f"the FP8 layers of this model have {len(self.groups)} shapes or windows, each with its own pages. cache.pages(layer) has "
+                "those of a layer, [group.paged for group in cache.groups] those of all"
             )
         return self.groups[0].paged
 
@@ -297,6 +288,9 @@ class FP8Cache(Cache):
                 f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
                 "prompt, which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
             )
+        if isinstance(self.layers[layer_idx], FP8SlidingLayer):  # those of a 16-bit layer, because it is of this form; pages need none
+            plain = (i for i, layer in enumerate(self.layers) if not isinstance(layer, FP8Layer) and getattr(layer, "is_sliding", False))
+            layer_idx = next(plain, layer_idx)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _repair(self) -> None:
@@ -309,7 +303,14 @@ class FP8Cache(Cache):
         )
         plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "get_seq_length")]
         lengths = [int(layer.get_seq_length()) for layer in plain]
-        kept = min([*(group.complete_length() for group in self.groups), *lengths])
+        lost = (
+            f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The cache "
+            "cannot go on: call cache.reset() and prefill again"
+        )
+        try:
+            kept = min([*(group.complete_length() for group in self.groups), *lengths])
+        except RuntimeError as error:
+            raise RuntimeError(lost) from error
         if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers[: self._open + 1]):
             if not self._first:
                 raise RuntimeError(
@@ -322,16 +323,16 @@ class FP8Cache(Cache):
             if length > kept and layer.is_sliding and not kept:
                 layer.reset()
             elif length > kept and layer.is_sliding:
-                raise RuntimeError(
-                    f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The "
-                    "cache cannot go on: call cache.reset() and prefill again"
-                )
+                raise RuntimeError(lost)
             elif length > kept and self.groups[0].max_cache_len is not None:
                 layer.cumulative_length.fill_(kept)
             elif length > kept:
                 layer.crop(kept - length)
-        for group in self.groups:
-            group.keep(kept)
+        try:
+            for group in self.groups:
+                group.keep(kept)
+        except RuntimeError as error:
+            raise RuntimeError(lost) from error
         self._open = self._updated = COMPLETE
 
     # Moving sequences
@@ -356,6 +357,8 @@ class FP8Cache(Cache):
         plain = [layer for layer in self.layers if not isinstance(layer, FP8Layer)]
         # A window that is full and a state refuse to be cropped: before any other layer is.
         plain.sort(key=lambda layer: not (getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)))
+        for group in self.groups if method == "crop" else ():
+            group.check_crop(*args)
         for hybrid_layer in hybrid:
             getattr(LinearAttentionLayer, method)(hybrid_layer, *args)
         for layer in (*plain, *self.groups):

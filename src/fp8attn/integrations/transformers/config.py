@@ -8,6 +8,7 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from ...cache.ring import SHORTEST_WINDOW
 from ...errors import UsageError
 from ...formats.page_layout import HEAD_DIMS
 
@@ -23,6 +24,8 @@ REFUSED = {
     "doge": "makes attention masks of its own",
     "git": "computes with its attention masks",
     "minimax": "takes no cache but its own",
+    "moshi": "gives layers with a sliding window masks without one",
+    "recurrent_gemma": "keeps the states of its recurrent layers in its modules, and not in the cache",
     "inkling_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
     "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
 }
@@ -51,6 +54,16 @@ class LayerSpec:
     def is_full(self) -> bool:
         """Whether its attention sees all tokens, so that its K and V grow."""
         return self.kind in FULL_LAYER_TYPES
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether `FP8Cache` has 8-bit pages of its window."""
+        return self.kind == "sliding_attention" and (self.window or 0) >= SHORTEST_WINDOW and self.head_dim in HEAD_DIMS
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless `skip_layers` names it."""
+        return self.is_full or self.is_ring
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -92,7 +105,9 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
             f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads 8-bit pages. "
             f"{_USE_DYNAMIC}"
         )
-    if not (found := {layer.head_dim for layer in layers if layer.is_full}) & {*HEAD_DIMS}:
+    # Those of the full-attention layers, if there are any: other sliding layers stay in 16 bits.
+    found = {layer.head_dim for layer in layers if layer.is_full} or {layer.head_dim for layer in layers if layer.in_pages}
+    if not found & {*HEAD_DIMS}:
         return f"{config.model_type!r} has head_dim {', '.join(map(str, sorted(found)))}; FP8 pages take {HEAD_DIMS}. {_USE_DYNAMIC}"
     v_head_dim = getattr(config, "v_head_dim", None)
     if v_head_dim is not None and v_head_dim not in found:
@@ -108,7 +123,8 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
 
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no full-attention layer.
+        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no layer that `FP8Cache`
+            would have in 8 bits.
     """
     if _checked(config).is_encoder_decoder:
         raise UsageError(
@@ -133,17 +149,18 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
         options = [options] * len(kinds)
-    if not {*kinds} & {*FULL_LAYER_TYPES}:
-        raise UsageError(
-            f"no layer would be in FP8: every layer of {config.model_type!r} is of a type whose cache does not grow "
-            f"({', '.join(sorted(set(kinds)))}). {_USE_DYNAMIC}"
-        )
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     configs = configs[: len(kinds)]  # transformers < 5.20: layers at the end that share K and V have no cache layer
-    return [
+    specs = [
         LayerSpec(kind, *heads_of(layer), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
         for kind, given, layer in zip(kinds, options, configs, strict=True)
     ]
+    if not any(spec.in_pages for spec in specs):
+        raise UsageError(
+            f"no layer would be in FP8: every layer of {config.model_type!r} is of a type whose cache does not grow "
+            f"({', '.join(sorted(set(kinds)))}), and has no sliding window of {SHORTEST_WINDOW} tokens or more. {_USE_DYNAMIC}"
+        )
+    return specs
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
@@ -154,15 +171,17 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
 
 
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers.
+    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers; if it has none, of those with a sliding window.
 
     Raises:
-        UsageError: as `layers_of`; or the full-attention layers have different shapes.
+        UsageError: as `layers_of`; or these layers have different shapes.
     """
-    full = [layer for layer in layers_of(config) if layer.is_full]
+    layers = layers_of(config)
+    full = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
     if len(shapes) > 1:
-        raise UsageError(f"the full-attention layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
+        kind = full[0].kind.replace("_", "-")
+        raise UsageError(f"the {kind} layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
     return full[0].num_q_heads, full[0].num_kv_heads, full[0].head_dim
 
 

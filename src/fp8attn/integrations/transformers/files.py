@@ -98,6 +98,11 @@ def load(
         group.paged = storage.unpack(
             PagedKVCache, *_of_group(number, tensors, metadata), path, max_seqlen=max_cache_len, device=device, backend=backend
         )
+        if group.paged.window != group.window:
+            raise UsageError(
+                f"{path} is from a model whose layers {[layer.index for layer in group.layers]} have a window of {group.paged.window}; "
+                f"those of the given model have {group.window}. Load it with that model, or prefill the prompt with this one"
+            )
         for fp8_layer, pages in zip(group.layers, group.paged.layers, strict=True):
             fp8_layer.rotate_keys = pages.format.rotate
     for index, layer in enumerate(cache.layers):
@@ -183,7 +188,9 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
 def identity(model: PreTrainedModel) -> dict[str, Any]:
     """What is compared of a model, as JSON has it. Only the last part of its name is used, because folders differ between machines."""
     config = decoder_config(model.config)
-    shapes = list(dict.fromkeys((x.num_q_heads, x.num_kv_heads, x.head_dim) for x in layers_of(config) if x.is_full))
+    specs = layers_of(config)
+    specs = [spec for spec in specs if spec.is_full] or [spec for spec in specs if spec.in_pages]
+    shapes = list(dict.fromkeys((x.num_q_heads, x.num_kv_heads, x.head_dim) for x in specs))
     heads, kv_heads, head_dim = shapes[0] if len(shapes) == 1 else (list(x) for x in zip(*shapes, strict=True))
     found = {
         "type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name, "heads": heads,

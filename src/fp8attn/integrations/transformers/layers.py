@@ -12,13 +12,14 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...cache import PagedKVCache
 from ...cache.ahead import Attention
+from ...cache.ring import RingTable
 from ...dense.sdpa import autocast
 from ...formats.codec import KeyDtype
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, options_of
 from ...scales import LayerScales
 from .config import LayerSpec, has_sinks, has_softcap, layers_of
-from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
+from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Seen, dequantize, tokens_of
 
 UNCOMPILED = (
     "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For a larger batch whose "
@@ -28,25 +29,28 @@ UNCOMPILED = (
 
 
 class FP8Layers:
-    """The FP8 layers of a cache that have one shape, and what they share: a `PagedKVCache`, which is made when the first K and V show its
-    shape (on several GPUs a layer has a share of its heads).
+    """The FP8 layers of a cache that have one shape and window, and what they share: a `PagedKVCache`, which is made when the first K and V
+    show its shape (on several GPUs a layer has a share of its heads).
 
     Attributes:
         config: the decoder's config. Its attention implementation decides what `update` returns.
+        window: the sliding window of the layers; None: they see all tokens.
         layers: the layers, in the order of their numbers in `paged`.
         paged: their pages; None before the first K and V.
     """
 
     def __init__(
         self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, count_overflows: bool,
-        backend: BackendName,
+        backend: BackendName, window: int | None = None,
     ) -> None:  # fmt: skip
+        self.window = window
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
         self.exact, self.count_overflows = exact, count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
-        self.implementation, self.length = "", 0  # of attention, and of every sequence, in this forward
+        self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
+        self.recording = False
 
     def make_early(self, spec: LayerSpec, device: torch.device) -> None:
         """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others (`other_shape`)."""
@@ -76,6 +80,7 @@ class FP8Layers:
             num_layers=len(self.layers),
             num_seqs=batch,
             max_seqlen=self.max_cache_len,
+            window=self.window,
             key_dtype=self.key_dtype,
             rotate_keys=[layer.rotate_keys for layer in self.layers],
             k_mean=[layer.k_mean for layer in self.layers],
@@ -85,6 +90,8 @@ class FP8Layers:
             device=key_states.device,
             backend=self.backend,
         )
+        if isinstance(self.paged.table, RingTable):
+            self.paged.table.record(self.recording)
         if self.paged.overflow_counts is not None:
             self.paged.overflow_counts.layers = [layer.index for layer in self.layers]
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
@@ -93,7 +100,7 @@ class FP8Layers:
 
     def _attention(self, batch: int) -> set[Attention]:
         """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
-        options = options_of(window=None, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact)
+        options = options_of(window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact)
         specs = layers_of(self.config)
         heads = {specs[layer.index].num_q_heads for layer in self.layers}
         return {
@@ -120,7 +127,7 @@ class FP8Layers:
                 f"{paged.head_dim}. Use a new FP8Cache for another model; keep layers of another shape in 16 bits "
                 f"(FP8Cache(model, skip_layers=[{index}, ...]))"
             )
-        if self.max_cache_len is not None or paged.num_pages:
+        if self.max_cache_len is not None or (paged.num_pages if self.window is None else any(paged.lengths)):
             raise ValueError(
                 f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a new FP8Cache for "
                 "another batch"
@@ -146,11 +153,26 @@ class FP8Layers:
         """Drop all tokens. The growing form also frees its pages. The static form keeps its tensors."""
         if self.paged is not None:
             self.paged.reset()
+            self.record(self.recording)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens."""
-        if self.paged is not None and tokens_to_remove:
-            self.paged.truncate([max(0, length + tokens_to_remove) for length in self.paged.lengths])
+        if self.paged is not None and (tokens_to_remove or self.window is not None):
+            self.paged.truncate(self._cropped(self.paged, tokens_to_remove))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise RuntimeError if the window before the last `-tokens_to_remove` tokens is lost."""
+        if self.paged is not None and isinstance(self.paged.table, RingTable):
+            self.paged.table.check_held(self._cropped(self.paged, tokens_to_remove))
+
+    def _cropped(self, paged: PagedKVCache, tokens_to_remove: int) -> list[int]:
+        return [max(0, length + tokens_to_remove) for length in paged.lengths]
+
+    def record(self, recording: bool) -> None:
+        """Keep every token from now on until the next `crop`, or no longer do so."""
+        self.recording = recording
+        if self.paged is not None and isinstance(self.paged.table, RingTable):
+            self.paged.table.record(recording)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of them writes."""
@@ -226,8 +248,9 @@ class FP8Layer(CacheLayerMixin):
         Args:
             key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
         Returns:
-            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens are
-            zero. They are `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain dequantized tensors.
+            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens (and
+            left of the windows) are zero. In the growing form, a layer with a window returns those of its queries' windows. They are
+            `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain dequantized tensors.
         Raises:
             RuntimeError: an input requires a gradient.
             ValueError: the batch, number of heads or head_dim has changed.
@@ -243,14 +266,19 @@ class FP8Layer(CacheLayerMixin):
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
-        paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
-        pages = paged.appended(self.slot)
+        if shared.window is not None and torch.compiler.is_compiling():
+            pages = paged.append_pages(self.slot, tokens_of(key_states), tokens_of(value_states))
+        else:
+            paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
+            pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.unused = False
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
+        seen = None if shared.window is None else Seen(shared.window, key_states.shape[2], paged.max_seqlen is None)
+        length = shared.length if seen is None or not seen.last else min(shared.length, seen.tokens)
         if shared.implementation == ATTN_IMPLEMENTATION:
-            held = (batch, heads, shared.length, head_dim), key_states.dtype, paged.backend, shared.exact
+            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, seen
             return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
@@ -260,7 +288,7 @@ class FP8Layer(CacheLayerMixin):
                 stacklevel=2,
             )
         dtype = key_states.dtype
-        return dequantize(pages, "k", shared.length, dtype), dequantize(pages, "v", shared.length, dtype)
+        return dequantize(pages, "k", length, dtype, seen), dequantize(pages, "v", length, dtype, seen)
 
     # Sizes, for transformers
 
@@ -296,6 +324,44 @@ class FP8Layer(CacheLayerMixin):
         )
 
     prefetch = offload
+
+
+class FP8SlidingLayer(FP8Layer):
+    """A layer with a sliding window, whose pages are used again (`cache.ring`).
+
+    `generate` may crop the tokens of its last forward, up to 16 of them; more after `activate_past_recording`, which assisted decoding
+    calls: then the growing form keeps all tokens until the next crop, as transformers' own layers do.
+    """
+
+    is_sliding = True
+
+    @property
+    def sliding_window(self) -> int:
+        """Number of tokens that a query sees, its own included."""
+        assert self.shared.window is not None
+        return self.shared.window
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens are kept until the next crop."""
+        return self.shared.recording
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        if recording != self.shared.recording:
+            self.shared.record(recording)
+
+    def activate_past_recording(self) -> None:
+        """Keep every token until the next crop."""
+        self.record_past = True
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
+        length, _ = super().get_mask_sizes(query_length)
+        if self.shared.max_cache_len is not None:
+            return length, 0
+        first = max(0, length - query_length - self.sliding_window + 1)
+        return length - first, first
 
 
 class FP8HybridLayer(FP8Layer, LinearAttentionLayer):

@@ -3,21 +3,30 @@
 A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
 is causal, with padding on the left at most, is one of two:
 
-- None: causal without padding.
-- `CompactMask`: the first and the last token that each sequence's queries may see.
+- None: causal without padding, and no longer than the window.
+- `CompactMask`: the first and the last token that each sequence's queries may see, and the window.
 
-FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Any other mask is what `sdpa` would get, and FP8
+FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Masks of windows that no FP8 layer has
+(`ring.SHORTEST_WINDOW`), and of chunks, are what `sdpa` gets. Any other mask is what `sdpa` would get, and FP8
 layers refuse it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from ...cache.ring import SHORTEST_WINDOW
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
 _aten = torch.ops.aten
@@ -36,6 +45,7 @@ class CompactMask(torch.Tensor):
     other operation is a plain tensor, which FP8 layers refuse.
 
     Attributes:
+        window: number of tokens that a query sees; None: all up to its own.
         rows: int32 `[n, B]`. For each sequence the last row is the number of tokens up to the last query. If n is 2, the first row is the
             first token that is not padding.
     """
@@ -43,23 +53,23 @@ class CompactMask(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, rows: torch.Tensor) -> CompactMask:
+    def __new__(cls, rows: torch.Tensor, window: int | None = None) -> CompactMask:
         return torch.Tensor._make_wrapper_subclass(cls, (1, 1, *rows.shape), dtype=rows.dtype, device=rows.device)
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        self.rows = rows
+    def __init__(self, rows: torch.Tensor, window: int | None = None) -> None:
+        self.rows, self.window = rows, window
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return f"CompactMask({self.rows!r})"
+        return f"CompactMask({self.rows!r}, {self.window})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["rows"], None
+    def __tensor_flatten__(self) -> tuple[list[str], int | None]:
+        return ["rows"], self.window
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: None, outer_size: Sequence[int], outer_stride: Sequence[int]
+        cls, inner: dict[str, torch.Tensor], context: int | None, outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> CompactMask:
-        return cls(inner["rows"])
+        return cls(inner["rows"], context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method
@@ -67,7 +77,7 @@ class CompactMask(torch.Tensor):
     ) -> Any:
         plain = tree_map(lambda x: x.rows[None, None] if isinstance(x, CompactMask) else x, (args, kwargs or {}))
         out = func(*plain[0], **plain[1])
-        return cls(out[0, 0]) if func in _KEEPS and out.dtype == torch.int32 else out
+        return cls(out[0, 0], args[0].window) if func in _KEEPS and out.dtype == torch.int32 else out
 
 
 def fp8_kv_mask(
@@ -89,7 +99,7 @@ def fp8_kv_mask(
             caches) is read back only to check an `attention_mask`, and not in compiled code, which checks it on the device.
         mask_function: which query sees which key.
         attention_mask: bool `[B, tokens]`, False where a token is padding.
-        local_size: the window of sliding and chunked layers.
+        local_size: the window of sliding and chunked layers, which differ in their mask functions.
     Raises:
         RuntimeError: in compiled code, if `attention_mask` has holes or is too short. On a GPU the error is raised later.
     """
@@ -97,9 +107,9 @@ def fp8_kv_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
     )  # fmt: skip
-    if local_size is not None or kv_offset:
+    if (local_size is None and kv_offset) or (local_size is not None and local_size < SHORTEST_WINDOW):
         return sdpa_mask(**sdpa_arguments)
-    if mask_function is not causal_mask_function and not _is_causal(sdpa_arguments):
+    if not _is_plain(mask_function, local_size, kwargs) and not _has_plain_values(sdpa_arguments):
         return sdpa_mask(**sdpa_arguments)
     end = q_offset + q_length
     start, padded = None, False
@@ -116,17 +126,51 @@ def fp8_kv_mask(
             padded, other = torch.stack([start.amax(), other.long()]).tolist()
             if other:
                 return sdpa_mask(**sdpa_arguments)
-    if not padded and isinstance(q_offset, int) and (kv_length == end if q_length == 1 else q_offset == 0):
+    in_window = local_size is None or kv_length <= local_size
+    if not padded and isinstance(q_offset, int) and in_window and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0):
         return None
     ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
-    return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]))
+    return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]), local_size)
 
 
-def _is_causal(sdpa_arguments: dict[str, Any]) -> bool:
-    """Whether an unknown mask function has the values of the causal one, as in an image model that gets text only."""
+def _plain_function(window: int | None) -> Callable:
+    return causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+
+
+def _is_plain(mask_function: Callable, window: int | None, keywords: dict[str, Any]) -> bool:
+    """Whether a mask function is transformers' own for a window, or, without one, the causal one."""
+    if window is None:
+        return mask_function is causal_mask_function
+    # Dynamo cannot look into functions of tensors: into those of chunks, and of models that add something.
+    if torch.compiler.is_compiling() and (
+        keywords.get("use_vmap") or getattr(keywords.get("config"), "sliding_window", window) != window
+    ):  # fmt: skip
+        return False
+    return _is_windows(mask_function, window)
+
+
+@torch.compiler.assume_constant_result
+def _is_windows(mask_function: Callable, window: int) -> bool:
+    return _same(mask_function, _plain_function(window))
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    """Whether two functions have the same code and the same variables: transformers makes a new one for every mask."""
+    if found is wanted:
+        return True
+    if isinstance(found, tuple) and isinstance(wanted, tuple):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    if not isinstance(found, FunctionType) or not isinstance(wanted, FunctionType):
+        return isinstance(found, int) and isinstance(wanted, int) and found == wanted
+    cells = found.__closure__ or (), wanted.__closure__ or ()
+    return found.__code__ is wanted.__code__ and _same(*(tuple(cell.cell_contents for cell in each) for each in cells))
+
+
+def _has_plain_values(sdpa_arguments: dict[str, Any]) -> bool:
+    """Whether an unknown mask function has the values of the plain one, as in an image model that gets text only."""
     if torch.compiler.is_compiling() or sdpa_arguments["mask_function"] is bidirectional_mask_function:
         return False
-    length = sdpa_arguments["q_length"]
+    length, plain = sdpa_arguments["q_length"], _plain_function(sdpa_arguments["local_size"])
     for begin in range(0, length, QUERY_BLOCK):
         block = {
             **sdpa_arguments,
@@ -135,7 +179,7 @@ def _is_causal(sdpa_arguments: dict[str, Any]) -> bool:
             "allow_is_causal_skip": False,
             "allow_is_bidirectional_skip": False,
         }
-        if not torch.equal(sdpa_mask(**block), sdpa_mask(**{**block, "mask_function": causal_mask_function})):
+        if not torch.equal(sdpa_mask(**block), sdpa_mask(**{**block, "mask_function": plain})):
             return False
     return True
 
@@ -152,7 +196,11 @@ def block_of(
         return (keys <= queries[:, None])[None, None] if causal and q_length > 1 else None
     rows = mask.rows
     queries = queries + rows[-1][:, None] - q_length
+    if mask.window is not None:  # the keys end with the last query's, unless a static window is not full yet
+        keys = keys + (rows[-1] - kv_length).clamp_min(0)[:, None, None]
     seen = keys <= queries[..., None]
+    if mask.window is not None:
+        seen = seen & (keys > queries[..., None] - mask.window)
     if rows.shape[0] == 2:
         seen = seen & (keys >= rows[0][:, None, None])
     return seen[:, None]

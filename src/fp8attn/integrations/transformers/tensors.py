@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -23,7 +23,26 @@ _TENSORS = {
 }  # fmt: skip
 
 
-def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> torch.Tensor:
+class Seen(NamedTuple):
+    """The tokens of a layer with a sliding window that the queries of a forward see.
+
+    Attributes:
+        window: tokens that a query sees.
+        queries: queries of each sequence.
+        last: whether K and V begin with the first of these tokens, as in transformers' growing caches; otherwise with token 0.
+    """
+
+    window: int
+    queries: int
+    last: bool
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are seen, at the end of each sequence."""
+        return self.window - 1 + self.queries
+
+
+def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, seen: Seen | None = None) -> torch.Tensor:
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
@@ -31,10 +50,18 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         which: `"k"` or `"v"`.
         length: number of tokens to return.
         dtype: the dtype of the result. The arithmetic is FP32.
+        seen: what is seen of a layer with a window; None: the layer has none.
     Returns:
-        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
+        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens` and for tokens that are
+        not seen.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
+    lengths = pages.cache_seqlens[:, None].long()
+    first = torch.zeros_like(lengths)  # the first token of the result
+    if seen is not None and seen.last:
+        first = (lengths - length).clamp_min(0)
+        columns = first // PAGE_SIZE + lengths.new_ones(-(-length // PAGE_SIZE) + 1).cumsum(0) - 1
+        ids = pages.page_table.long().gather(1, columns.clamp_max(pages.page_table.shape[1] - 1))
     codes, scale = getattr(pages, which), getattr(pages, f"{which}_scale")
     mean = pages.format.stored_k_mean if which == "k" else pages.format.v_mean
     # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
@@ -44,12 +71,18 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype) -> t
         # traced with fake ones.
         x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
     x = x * scale[ids][..., None, None]
-    x = x.transpose(1, 2).flatten(2, 3)[:, :, :length]
+    x = x.transpose(1, 2).flatten(2, 3)
+    token = first + lengths.new_ones(length).cumsum(0) - 1
+    if seen is not None and seen.last:
+        x = x.gather(2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    x = x[:, :, :length]
     x = x if mean is None else x + mean[:, None]
     x = rotate_back(x) if which == "k" and pages.format.rotate else x
     x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
-    held = pages.cache_seqlens.new_ones(length).cumsum(0) <= pages.cache_seqlens[:, None]
+    held = token < lengths
+    if seen is not None:  # pages left of the windows have other tokens, or none
+        held = held & (token >= lengths - seen.tokens)
     return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
 
 
@@ -69,14 +102,16 @@ class PagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False
-    ) -> PagedTensor:
+        cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
+        seen: Seen | None = None,
+    ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
-        self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False
-    ) -> None:
-        self.which, self.backend, self.exact, self.pages = which, backend, exact, pages
+        self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
+        seen: Seen | None = None,
+    ) -> None:  # fmt: skip
+        self.which, self.backend, self.exact, self.pages, self.seen = which, backend, exact, pages, seen
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
@@ -84,23 +119,23 @@ class PagedTensor(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
-        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype)
+        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.seen)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
-        return names, (self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact)
+        return names, (self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.seen)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> PagedTensor:
-        k, v, rotated, which, dtype, backend, exact = context
+        k, v, rotated, which, dtype, backend, exact, seen = context
         form = KVFormat(outer_size[-1], codec_of(k), codec_of(v), rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
         pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], form)
-        return cls(pages, which, outer_size, dtype, backend, exact)
+        return cls(pages, which, outer_size, dtype, backend, exact, seen)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method

@@ -1,0 +1,317 @@
+"""Layers with a sliding window in 8 bits: the same answers as transformers' own layers give, in the memory of the window."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, Llama4TextConfig
+from transformers.masking_utils import chunked_causal_mask_function, or_masks, sliding_window_causal_mask_function
+
+from fp8attn.cache.ring import SHORTEST_WINDOW, ring_size
+from fp8attn.errors import UsageError
+from fp8attn.integrations.transformers import FP8Cache, fp8_kv_attention, fp8_kv_mask, unsupported_reason
+from fp8attn.integrations.transformers.config import layers_of
+from fp8attn.integrations.transformers.layers import FP8SlidingLayer
+from fp8attn.integrations.transformers.masks import CompactMask
+from fp8attn.numerics import relative_error
+from tests.support.transformers_models import VOCABULARY, make, one_thread, using  # noqa: F401
+
+W = SHORTEST_WINDOW
+CUTS = (500, 1, 1, 20, 150, 16, 3)
+LENGTH = sum(CUTS)
+FAMILIES = ("mistral", "gemma3", "gemma2-softcap", "gemma3n-shared-kv")
+
+
+def windowed(family="mistral", window=W, **changes):
+    return make(family, sliding_window=window, **changes)
+
+
+def ids(batch=2, length=LENGTH):
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, cache, cuts=CUTS, padding=0, begin=0, tokens=None):
+    """The logits of all tokens, in forwards of these lengths. The second sequence begins with padding."""
+    tokens, at, outs = ids() if tokens is None else tokens, begin, []
+    mask = torch.ones_like(tokens)
+    mask[1:, :padding] = 0
+    for n in cuts:
+        given = mask[:, : at + n] if padding else None
+        outs.append(model(tokens[:, at : at + n], past_key_values=cache, attention_mask=given).logits)
+        at += n
+    return torch.cat(outs, 1)
+
+
+def close(found, wanted, tolerance):
+    assert relative_error(found, wanted) < tolerance, relative_error(found, wanted)
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_a_16_bit_cache(family, padding):
+    """Growing, static, cut otherwise, and dequantized. 2%: what 8 bits cost these models; between caches, FP32 sums of other shapes."""
+    model = windowed(family)
+    with using(model, "eager"):
+        exact = logits(model, DynamicCache(config=model.config), padding=padding)[:, padding:]
+    cache = FP8Cache(model)
+    growing = logits(model, cache, padding=padding)[:, padding:]
+    assert relative_error(growing, exact) > 1e-4
+    close(growing, exact, 0.02)
+    assert all(isinstance(layer, FP8SlidingLayer) == layer.is_sliding for layer in (cache.layers[i] for i in cache.fp8_layers))
+    static = FP8Cache(model, max_cache_len=LENGTH)
+    assert torch.equal(logits(model, static, padding=padding)[:, padding:], growing)
+    close(logits(model, FP8Cache(model), (300, 300, 80, 11), padding)[:, padding:], growing, 1e-3)
+    for length in (None, LENGTH):
+        cache = FP8Cache(model, max_cache_len=length)
+        with using(model, "eager"), pytest.warns(UserWarning, match="dequantizes"):
+            # What rows of padding compute, which differs, is in the scales of their page.
+            close(logits(model, cache, padding=padding)[:, padding:], growing, 5e-3)
+
+
+def test_16_bit_layers_beside_8_bit_ones_with_the_same_mask():
+    """The first sliding layer, which sizes the mask, is in 8 bits or not."""
+    model = windowed(num_hidden_layers=3)
+    exact = logits(model, DynamicCache(config=model.config))
+    for skipped in ((0,), (1, 2)):
+        for length in (None, LENGTH):
+            found = logits(model, FP8Cache(model, skip_layers=skipped, max_cache_len=length))
+            assert 1e-4 < relative_error(found, exact) < 0.02
+        cache = FP8Cache(model, skip_layers=skipped)
+        with using(model, "eager"), pytest.warns(UserWarning, match="dequantizes"):
+            close(logits(model, cache), found, 1e-3)
+    plain = logits(model, DynamicCache(config=model.config), padding=30)  # fp8_kv's masks in 16-bit layers
+    with using(model, "eager"):
+        close(plain[:, 30:], logits(model, DynamicCache(config=model.config), padding=30)[:, 30:], 1e-5)
+
+
+@torch.no_grad()
+def test_the_memory_is_that_of_the_windows():
+    model = windowed("gemma3")
+    cache = FP8Cache(model)
+    sliding, full = cache.groups
+    assert (sliding.window, full.window) == (W, None)
+    for length in (20, 1000, 1500):
+        logits(model, cache, (length,), tokens=ids(1, length))
+    page = 2 * (256 * 64 + 128)
+    assert sliding.paged.layers[0].pool.nbytes == ring_size(W) * page
+    assert full.paged.layers[0].pool.nbytes >= -(-2520 // 128) * page
+    alone = windowed()
+    cache = FP8Cache(alone)
+    logits(alone, cache, (3000,), tokens=ids(1, 3000))
+    exact = DynamicCache(config=alone.config)
+    logits(alone, exact, (3000,), tokens=ids(1, 3000))
+    held = sum(x.nbytes for layer in exact.layers for x in (layer.keys, layer.values)) // 2  # of float32
+    assert cache.nbytes < 0.85 * held
+
+
+def test_short_windows_and_chunks_stay_in_16_bits():
+    model = windowed("gemma3", window=W - 1)
+    cache = FP8Cache(model)
+    assert cache.fp8_layers == (1, 2) and type(cache.layers[0]).__name__ == "DynamicSlidingWindowLayer"
+    reason = unsupported_reason(windowed(window=W - 1).config)
+    assert "no layer would be in FP8" in reason and "no sliding window of 384 tokens or more" in reason
+    assert unsupported_reason(windowed().config) is None
+    config = Llama4TextConfig(num_hidden_layers=4, attention_chunk_size=512)
+    assert {layer.kind for layer in layers_of(config) if layer.in_pages} == {"full_attention"}
+    with pytest.raises(UsageError, match="no layer would be in FP8: skip_layers keeps every"):
+        FP8Cache(windowed(), skip_layers=range(3))
+
+
+# Moving sequences
+
+
+@pytest.mark.parametrize("length", [None, LENGTH])
+@torch.no_grad()
+def test_crop(length):
+    model = windowed("gemma3")
+    cache, short = FP8Cache(model, max_cache_len=length), FP8Cache(model, max_cache_len=length)
+    logits(model, cache, (600, 16))
+    logits(model, short, (600,))
+    cache.crop(-15)
+    close(logits(model, cache, (40,), begin=601), logits(model, short, (1, 40), begin=600)[:, 1:], 1e-3)
+    with pytest.raises(RuntimeError, match=r"cannot go back to 301 tokens.*activate_past_recording\(\)"):
+        cache.crop(-340)
+    assert int(cache.get_seq_length()) == 641  # no layer was changed
+    cache.crop(-641)
+    close(logits(model, cache, (600,)), logits(model, FP8Cache(model), (600,)), 1e-3)
+
+
+@torch.no_grad()
+def test_crop_of_recorded_tokens():
+    model = windowed("gemma3")
+    cache, want = FP8Cache(model), FP8Cache(model)
+    logits(model, want, (600, 10, 30))
+    logits(model, cache, (600,))
+    cache.activate_past_recording()
+    assert cache.layers[0].record_past and not hasattr(cache.layers[1], "record_past")
+    logits(model, cache, (1, 5, 60), begin=600)
+    cache.crop(-56)
+    logits(model, cache, (30,), begin=610)
+    cache.crop(0)
+    close(logits(model, cache, (7,), begin=640), logits(model, want, (7,), begin=640), 1e-3)
+    cache.layers[0].record_past = False
+    assert not cache.groups[0].paged.table.recording
+
+
+@pytest.mark.parametrize("length", [None, LENGTH])
+@torch.no_grad()
+def test_reorder_select_repeat_reset_and_copy(length):
+    model = windowed("gemma3")
+    cache = FP8Cache(model, max_cache_len=length)
+    logits(model, cache, (600,))
+    cache.reorder_cache(torch.tensor([1, 1]))
+    swapped = ids()[[1, 1]]
+    fresh = FP8Cache(model, max_cache_len=length)
+    logits(model, fresh, (600,), tokens=swapped)
+    want = logits(model, copy.deepcopy(fresh), (5, 60), begin=600, tokens=swapped)
+    close(logits(model, copy.deepcopy(cache), (5, 60), begin=600, tokens=swapped), want, 1e-3)
+    if length is None:
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0, 3]))
+        close(logits(model, cache, (5, 60), begin=600, tokens=swapped), want, 1e-3)
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+    assert torch.equal(
+        logits(model, cache, (600,), tokens=swapped), logits(model, FP8Cache(model, max_cache_len=length), (600,), tokens=swapped)
+    )
+
+
+@torch.no_grad()
+def test_an_empty_cache_takes_another_batch():
+    model = windowed()
+    cache = FP8Cache(model)
+    logits(model, cache, (10,))
+    with pytest.raises(ValueError, match="this cache holds 2 sequences"):
+        logits(model, cache, (10,), tokens=ids(3))
+    cache.reset()
+    logits(model, cache, (10,), tokens=ids(3))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("length", [None, LENGTH])
+def test_files(tmp_path, family, length):
+    model, path = windowed(family), tmp_path / "prompt.safetensors"
+    cache = FP8Cache(model)
+    logits(model, cache, (600,))
+    cache.save(path, tokens=ids()[:, :600])
+    loaded = FP8Cache.load(path, model, tokens=ids()[:, :600], max_cache_len=length)
+    assert torch.equal(logits(model, loaded, (1, 50), begin=600), logits(model, cache, (1, 50), begin=600))
+    with pytest.raises(UsageError, match=r"have a window of 384; those of the given model have 512"):
+        FP8Cache.load(path, windowed(family, window=512))
+    with pytest.raises(UsageError, match=r"another model|no layer would be in FP8"):
+        FP8Cache.load(path, windowed(family, window=100))
+
+
+@torch.no_grad()
+def test_an_interrupted_forward(monkeypatch):
+    model = windowed("gemma3")
+    for new, goes_on in ((10, True), (300, False)):
+        cache, want = FP8Cache(model), FP8Cache(model)
+        for each in (cache, want):
+            logits(model, each, (600,))
+        with monkeypatch.context() as m:
+            m.setattr(model.model.layers[2].self_attn.k_proj, "forward", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                logits(model, cache, (new,), begin=600, tokens=ids(2, 1000))
+        if goes_on:
+            with pytest.warns(UserWarning, match="the last forward stopped in layer"):
+                found = logits(model, cache, (20,), begin=600)
+            close(found, logits(model, want, (20,), begin=600), 5e-3)  # the dropped tokens may have made scales grow
+        else:
+            with (
+                pytest.warns(UserWarning, match="the last forward"),
+                pytest.raises(RuntimeError, match="after a sliding window had dropped older tokens"),
+            ):
+                logits(model, cache, (20,), begin=600)
+            cache.reset()
+            assert torch.equal(logits(model, cache, (600,)), logits(model, FP8Cache(model), (600,)))
+
+
+# Generation
+
+
+def generated(model, cache, **options):
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    return model.generate(ids(1, 450), past_key_values=cache, generation_config=config)[:, 450:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_generate(family):
+    """Greedy, in chunks, compiled, with beams, and with drafts of more tokens than a ring has room for."""
+    model = windowed(family)
+    greedy = generated(model, FP8Cache(model))
+    assert torch.equal(generated(model, FP8Cache(model), prefill_chunk_size=200), greedy)
+    assert torch.equal(generated(model, FP8Cache(model, max_cache_len=512)), greedy)
+    assert torch.equal(generated(model, FP8Cache(model), prompt_lookup_num_tokens=24), greedy)
+    beams = [generated(model, FP8Cache(model, max_cache_len=length), num_beams=2) for length in (None, 512)]
+    assert torch.equal(*beams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_compiled_forwards(family):
+    """One graph for a step and one for a chunk, which is written to a run; with padding, and without."""
+    model = windowed(family)
+    for padding in (0, 30):
+        mask = torch.ones_like(ids()) if padding else None
+        if padding:
+            mask[1:, :padding] = 0
+        torch._dynamo.reset()
+        outs = []
+        for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            cache, at, found = FP8Cache(model, max_cache_len=LENGTH), 500, []
+            logits(model, cache, (at,), padding)
+            for n in (1, 1, 1, 100, 1, 80):
+                found.append(step(ids()[:, at : at + n], past_key_values=cache, attention_mask=mask).logits)
+                at += n
+            outs.append(torch.cat(found, 1))
+        close(outs[1], outs[0], 1e-3)
+
+
+# Masks
+
+
+def test_masks_of_windows():
+    def mask(q, kv, offset=0, kv_offset=0, function=None, window=W, **options):
+        function = sliding_window_causal_mask_function(window) if function is None else function
+        return fp8_kv_mask(2, q, kv, offset, kv_offset, function, local_size=window, **options)
+
+    padding = torch.arange(500) >= torch.tensor([[0], [30]])
+    assert mask(W, W) is None
+    assert mask(1, W, 499, 500 - W) is None
+    found = mask(500, 500)
+    assert isinstance(found, CompactMask) and found.window == W and found.rows.tolist() == [[500, 500]]
+    assert mask(500, 500, attention_mask=padding).rows.tolist() == [[0, 30], [500, 500]]
+    assert mask(20, W + 19, 480, 500 - W - 19).rows.tolist() == [[500, 500]]
+    assert found.clone().window == W
+    same = or_masks(sliding_window_causal_mask_function(W), lambda b, h, q, k: q < -1)
+    assert mask(500, 500, function=same, use_vmap=True).window == W  # by its values
+    for other in (
+        or_masks(sliding_window_causal_mask_function(W), lambda b, h, q, k: (q < 9) & (k < 9)),
+        chunked_causal_mask_function(W, torch.zeros(2, dtype=torch.int64)),
+        sliding_window_causal_mask_function(W - 1),
+    ):
+        assert type(mask(500, 500, function=other)) is torch.Tensor
+    assert type(mask(500, 500, window=W - 1)) is torch.Tensor  # no FP8 layer has it
+
+
+@torch.no_grad()
+def test_masks_of_another_window_are_refused():
+    model = windowed("gemma3")
+    cache = FP8Cache(model)
+    x, q = torch.randn(1, 2, 3, 64), torch.randn(1, 4, 3, 64)
+    attend = model.model.layers[0].self_attn
+    k, v = cache.update(x, x, 0)
+    for other in (None, W + 1):
+        with pytest.raises(ValueError, match="another mask"):
+            fp8_kv_attention(attend, q, k, v, CompactMask(torch.tensor([[3]], dtype=torch.int32), other))
+    with pytest.raises(ValueError, match="sliding_window=400, and by the model's config its window is 384"):
+        fp8_kv_attention(attend, q, k, v, None, sliding_window=400)
+    right = fp8_kv_attention(attend, q, k, v, CompactMask(torch.tensor([[3]], dtype=torch.int32), W), sliding_window=W)[0]
+    assert torch.equal(right, fp8_kv_attention(attend, q, k, v, None)[0])
+    k, v = cache.update(x, x, 1)
+    with pytest.raises(ValueError, match="its window is None"):
+        fp8_kv_attention(attend, q, k, v, None, sliding_window=W)
