@@ -61,13 +61,14 @@ def convert_k_ptx():
 
 @gluon.constexpr_function
 def convert_v_ptx():
-    """$1: the thread's first 16 bytes of V, the codes of 16 tokens; $2: the ratios of the page's tokens, FP16. Eight chunks are of different
-    tokens, and the next eight of the same again, of other channels."""
+    """$1: the thread's first 16 bytes of V, the codes of 16 tokens; $2: the ratios of the page's tokens, FP16. Eight chunks are of
+    different tokens, and the next eight of the same again, of other channels."""
     lines = ["{ .reg .b32 lo, hi, magic, minus, plus;", "mov.b32 magic, 0x64646464; mov.b32 minus, 0xE480E480; mov.b32 plus, 0x64806480;"]
     for i in range(CHUNKS.value // 2):
         r = [f"r{i}_{j}" for j in range(8)]
         lines.append(f".reg .b32 {', '.join(r)};")
-        lines.append(f"ld.shared.v4.b32 {{{', '.join(r[:4])}}}, [$2+{32 * i}]; ld.shared.v4.b32 {{{', '.join(r[4:])}}}, [$2+{32 * i + 16}];")
+        for half in range(2):
+            lines.append(f"ld.shared.v4.b32 {{{', '.join(r[4 * half : 4 * half + 4])}}}, [$2+{32 * i + 16 * half}];")
         for part in range(2):
             at = CHUNK.value * (i + CHUNKS.value // 2 * part)
             x = [f"x{i}_{part}_{j}" for j in range(4)]
@@ -114,4 +115,3 @@ def convert(ring, alive, k_base, v_base, k_ratios, v_ratios, options: gl.constex
         place = ring.next(place)
         wait_at(ring.at(RAW_K, place), place.phase)
         live = number(alive.index(place.stage))
-

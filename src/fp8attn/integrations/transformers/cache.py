@@ -35,18 +35,17 @@ class FP8Cache(Cache):
 
     Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. INT8
     keys are rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a
-    large error over all channels: layers whose K has an offset that no static mean removes, because RoPE rotates it; and layers where large
-    channels of K meet small channels of Q.
+    large error over all channels: where K has an offset that no static mean removes, because RoPE rotates it, and where large channels of K
+    meet small channels of Q.
 
     A layer with a sliding window has pages for its window, which are used again (`cache.ring`). Below 384 tokens these pages would not be
-    smaller than the window in 16 bits. Such layers are transformers' own, in 16 bits. So are chunked layers and the states of linear layers
-    (gated delta nets, Mamba, convolutions). The masks of these layers and those pages grow with the prompt: for a long prompt, call
-    `generate(..., prefill_chunk_size=8192)`.
+    smaller than the window in 16 bits. Such layers are transformers' own, and so are chunked layers and the states of linear layers. The
+    masks of these layers and those pages grow with the prompt: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
 
-    A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many tokens from a prompt as the cache has. For
-    another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some
-    layers without its tokens. They are dropped before the next forward, with a warning. (The state of a linear layer cannot go back: if it
-    has changed, the next forward raises RuntimeError, and `reset` is what remains.)
+    A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many from a prompt as the cache has. For
+    another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some layers without its
+    tokens. They are dropped before the next forward, with a warning. (If the state of a linear layer has changed, which cannot go back, the
+    next forward raises RuntimeError: call `reset`.)
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
@@ -61,7 +60,7 @@ class FP8Cache(Cache):
             sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
         exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
-        backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`, for append and attention.
+        backend: as `PagedKVCache` takes it.
     Raises:
         TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
         UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is not a number of
