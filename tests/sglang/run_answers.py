@@ -31,6 +31,7 @@ WAYS = {  # of computing the same answers
     "radix": OURS | {"disable_radix_cache": False},
     "chunks": OURS | {"chunked_prefill_size": 256},
     "mixed": OURS | {"chunked_prefill_size": 256, "enable_mixed_chunk": True, "disable_radix_cache": False},
+    "little-memory": OURS | {"max_total_tokens": 6144, "schedule_conservativeness": 0.0, "disable_radix_cache": False},
     "tp2": OURS | {"tp_size": 2},
 }
 
@@ -63,7 +64,7 @@ def answers_of(engine, prompts, of_prompts):
 
 def main(way, options="{}"):
     """Print the answers, and how many bytes SGLang gave the cache for how many tokens."""
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | ({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if way == "tp2" else {}))  # a core for each process
     import sglang
 
     options = {"model_path": MODEL} | COMMON | WAYS[way] | json.loads(options)

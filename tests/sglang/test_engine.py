@@ -51,9 +51,13 @@ def test_radix_cache(plain):
     check_near_ties(found["again"], plain)
 
 
-@pytest.mark.parametrize("way", ["chunks", "mixed"])
-def test_chunks(plain, way):
-    """Prompts in chunks of 256 tokens; mixed: decodes in the same steps. A page's scale may grow after a chunk has attended over it."""
+@pytest.mark.parametrize("way", ["chunks", "mixed", "little-memory", "tp2"])
+def test_other_steps(plain, way):
+    """Prompts in chunks of 256 tokens; mixed: decodes in the same steps; memory for half of the requests, whose pages others get; two
+    processes. Sums have another order, and a page's scale may grow after a chunk has attended over it.
+
+    Measured, answers that are equal, nats, and at most where one flips: 17, 0.0040 and 0.06 (chunks; 19, 0.0012 and 0.06 in BF16), 14,
+    0.0039 and 0.38 (mixed), LITTLE (little memory), TP2 (two processes)."""
     check_near_ties(answers(way), plain)
 
 
@@ -86,22 +90,23 @@ def distance(found, expected):
 
 
 def test_windows(tmp_path):
-    """Gemma 2, tiny and random, with a window in every other layer and softcap."""
+    """Gemma 2, tiny and random, with a window in every other layer and softcap. transformers computes in float32."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
         hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         vocab_size=512, max_position_embeddings=4096, sliding_window=200, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-        query_pre_attn_scalar=64, layer_types=["sliding_attention", "full_attention"] * 2, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.1,
+        query_pre_attn_scalar=64, hidden_act="gelu_pytorch_tanh", layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=0, eos_token_id=1, initializer_range=0.1,
     )  # fmt: skip
     model = transformers.Gemma2ForCausalLM(config).bfloat16()
     options, prompts = save(model, tmp_path)
     model.config._attn_implementation = "eager"
-    assert 0 < distance(answers("plain", **options)["of_prompts"], logprobs_of(model.float(), prompts)) < 0.25
+    found = distance(answers("plain", **options)["of_prompts"], logprobs_of(model.float(), prompts))
+    assert 0 < found < 0.125, found  # measured: 0.108; 0.137 against windows of 199 or 201, and 0.71 against none
 
 
 def test_means_of_biases(tmp_path):
-    """The means are read from the checkpoint."""
-    model = qwen2().bfloat16()
-    options, prompts = save(model, tmp_path)
-    assert 0 < distance(answers("plain", **options)["of_prompts"], logprobs_of(model.float(), prompts)) < 0.2
+    """The means are read from the checkpoint. SGLang's own attention computes in BF16."""
+    options, _ = save(qwen2().bfloat16(), tmp_path)
+    found = distance(*(answers(way, **options)["of_prompts"] for way in ("plain", "bf16")))
+    assert 0 < found < 0.3, found  # measured: 0.15; 0.77 without means; 0.30 is between BF16 and float32

@@ -69,8 +69,8 @@ def unsupported_release(version: str) -> str | None:
     if re.fullmatch(re.escape(RELEASE) + r"(\.post\d+|\+.*)?", version):
         return None
     return (
-        f"fp8attn works in SGLang {RELEASE}, and this is SGLang {version}, where --attention-backend {NAME} is not known: install {RELEASE}, or "
-        "use another backend"
+        f"fp8attn works in SGLang {RELEASE}, and this is SGLang {version}, where --attention-backend {NAME} is not known: install "
+        f"{RELEASE}, or use another backend"
     )
 
 

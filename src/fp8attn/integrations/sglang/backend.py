@@ -60,8 +60,9 @@ class FP8AttentionBackend(AttentionBackend):
         slots = self.req_to_token[:, : columns * PAGE_SIZE : PAGE_SIZE].index_select(0, forward_batch.req_pool_indices)
         table = (slots // PAGE_SIZE).to(torch.int32)
         self.forward_metadata = step_of(
-            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens, max_seqlen=max_seqlen, longest=longest
-        )
+            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens, max_seqlen=max_seqlen,
+            longest=longest,
+        )  # fmt: skip
 
     def _forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,

@@ -34,7 +34,7 @@ class FP8PagePool(MHATokenToKVPool):
     def __init__(self, size: int, page_size: int, dtype: torch.dtype, *args: Any, **options: Any) -> None:
         if page_size != PAGE_SIZE:
             raise UsageError(f"a page of fp8attn has {PAGE_SIZE} tokens, and SGLang's has {page_size}: pass --page-size {PAGE_SIZE}")
-        # As bytes: where the dtype is that of the model, SGLang's layers write K and V at the places of its own layout (`fused_set_kv_buffer`).
+        # As bytes: into a pool of the model's dtype, SGLang's layers write K and V themselves (`enable_fused_set_kv_buffer`).
         super().__init__(size, page_size, torch.uint8, *args, **options)
 
     def _create_buffers(self) -> None:
@@ -47,7 +47,8 @@ class FP8PagePool(MHATokenToKVPool):
             self.pages = [
                 torch.zeros(num_pages, self.head_num, page_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)
             ]
-        self.k_buffer = self.v_buffer = []
+        self.k_buffer: list[torch.Tensor] = []  # SGLang's own, of which there are none
+        self.v_buffer: list[torch.Tensor] = []
 
     def get_kv_size_bytes(self) -> int:
         return sum(pages.nbytes for pages in self.pages)

@@ -20,7 +20,7 @@ class _Names(type):
 class _Stub(types.ModuleType):
     """A module whose names are all classes."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
