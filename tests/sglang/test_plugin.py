@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
+from transformers import DeepseekV2Config, LlamaConfig
 
 from fp8attn import UsageError
 from fp8attn.integrations.sglang.pool import FP8PagePool, token_bytes
@@ -26,7 +27,7 @@ def loaded():
 
 def resolved(**options):
     """SGLang's options, resolved."""
-    given = ServerArgs(model_path=MODEL, **({"device": "cpu", "attention_backend": "fp8attn"} | options))
+    given = ServerArgs(**({"model_path": MODEL, "device": "cpu", "attention_backend": "fp8attn"} | options))
     given.resolve_once()
     return resolved_view(given)
 
@@ -50,12 +51,30 @@ def test_other_backends_are_left_alone():
         ({"attention_backend": "torch_native", "decode_attention_backend": "fp8attn"}, "prompts and decodes read the same pages"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not used"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is True"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is True; it moves tokens of K and V"),
+        ({"enable_lmcache": True}, "--enable-lmcache is True; it moves tokens of K and V"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode is 'prefill'; it moves tokens of K and V"),
+        ({"pp_size": 2}, "--pp-size is 2"),
         ({"dtype": "float32"}, "must be bfloat16 or float16"),
     ],
 )
 def test_what_is_refused_before_the_start(options, reason):
     with pytest.raises(UsageError, match=f"fp8attn cannot serve this model: .*{reason}"):
         resolved(**options)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=400, num_attention_heads=4, head_dim=100), "its head_dim is 100"),
+        (DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"]), "it has multi-head latent attention"),
+    ],
+    ids=["head_dim", "mla"],
+)
+def test_models_that_are_refused_before_the_start(tmp_path, config, reason):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=f"fp8attn cannot serve this model: {reason}"):
+        resolved(model_path=str(tmp_path), dtype="bfloat16")
 
 
 def pool_of(size, page_size=128, **options):
