@@ -57,7 +57,7 @@ def test_other_steps(plain, way):
     processes. Sums have another order, and a page's scale may grow after a chunk has attended over it.
 
     Measured, answers that are equal, nats, and at most where one flips: 17, 0.0040 and 0.06 (chunks; 19, 0.0012 and 0.06 in BF16), 14,
-    0.0039 and 0.38 (mixed), LITTLE (little memory), TP2 (two processes)."""
+    0.0039 and 0.38 (mixed), 20 and 0.0001 (little memory), 12, 0.0089 and 0.25 (two processes)."""
     check_near_ties(answers(way), plain)
 
 
