@@ -36,6 +36,12 @@ ROWS = {
     "fp8attn/integrations/engine/layer.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py", "vllm/test_static.py"),
     "fp8attn/integrations/engine/metrics.py": ("vllm/test_static.py",),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
+    "fp8attn/integrations/sglang/": (
+        "integrations/test_sglang.py",
+        "sglang/test_plugin.py",
+        "sglang/test_steps.py",
+        "sglang/test_engine.py",
+    ),
     "fp8attn/integrations/transformers/attention.py": (
         "integrations/transformers/test_windows.py",
         "integrations/transformers/test_masks.py",

@@ -124,14 +124,14 @@ print(len(names))
 
 def test_the_library_works_without_the_tools_and_what_they_need():
     """Every module of the core can be imported; what needs an optional library is in `integrations`."""
-    blocked = ("fp8attn_tools", "typer", "rich", "matplotlib", "transformers", "huggingface_hub", "diffusers", "vllm")
+    blocked = ("fp8attn_tools", "typer", "rich", "matplotlib", "transformers", "huggingface_hub", "diffusers", "vllm", "sglang")
     ended = subprocess.run([sys.executable, "-c", BLOCKED.format(blocked=blocked)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 80
 
 
 def test_importing_the_package_imports_no_optional_library():
-    names = ("triton", "transformers", "diffusers", "vllm", "typer", "matplotlib", "fp8attn_tools")
+    names = ("triton", "transformers", "diffusers", "vllm", "sglang", "typer", "matplotlib", "fp8attn_tools")
     code = f"import sys, fp8attn; print([m for m in {names} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

@@ -43,23 +43,24 @@ for module in ("transformers", "diffusers"):
         __import__(f"fp8attn.integrations.{module}")
     except ImportError as error:
         print(module, error)
-[plugin] = importlib.metadata.entry_points(group="vllm.general_plugins", name="fp8attn")
-try:
-    plugin.load()()
-except ImportError as error:
-    print("vllm", error)
+for engine, group in (("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")):
+    [plugin] = importlib.metadata.entry_points(group=group, name="fp8attn")
+    try:
+        plugin.load()()
+    except ImportError as error:
+        print(engine, error)
 """
 
 
 def test_without_an_extra(tmp_path):
-    """The core runs on torch and safetensors. What needs more says which extra it is. vLLM's plugin loads without vLLM."""
+    """The core runs on torch and safetensors. What needs more says which extra it is. The plugins of vLLM and SGLang load without them."""
     with environment("wheel", "", tmp_path) as python:
         printed = run(python, "-c", CORE, cwd=tmp_path)
         assert 0.005 < float(re.search(r"error (\S+)", printed)[1]) < 0.05
         assert "loaded (200, 100)" in printed
         missing = ast.literal_eval(printed.split("missing ")[1].splitlines()[0])
         assert missing == [f"transformers {HINT.format('hf')}"] * 4
-        for module, extra in (("transformers", "hf"), ("diffusers", "diffusers"), ("vllm", "vllm")):
+        for module, extra in (("transformers", "hf"), ("diffusers", "diffusers"), ("vllm", "vllm"), ("sglang", "sglang")):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
         assert re.fullmatch(rf"fp8attn: \w+ {re.escape(HINT.format('cli'))}\n", commands)

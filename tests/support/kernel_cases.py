@@ -339,10 +339,10 @@ class _MeanApart(NamedTuple):
     num_kv_heads: int
     cache_seqlens: torch.Tensor
 
-    def read(self, seq: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, seq: int, length: int, dtype: torch.dtype, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.pages.format
         (k, _), (with_mean, v) = (
-            pages.read(seq, length, dtype) for pages in (replace(self.pages, format=replace(form, stored_k_mean=None)), self.pages)
+            pages.read(seq, length, dtype, first) for pages in (replace(self.pages, format=replace(form, stored_k_mean=None)), self.pages)
         )
         return torch.cat([k, with_mean - k], -1), torch.cat([v, torch.zeros_like(v)], -1)
 

@@ -20,8 +20,8 @@ blocks, and the sequences of each step:
 | `warm.py` | kernels, compiled before the first request |
 | `metrics.py` | counts of overflows as Prometheus's counters |
 
-`integrations/vllm/` is the plugin of an engine on top of this, and `tests/integrations/engine/toy.py` a whole small engine. Nothing here
-imports an engine. Messages go to the logger of this package: an engine that shows only its own gives it its handlers.
+`integrations/vllm/` and `integrations/sglang/` are plugins of engines on top of this, and `tests/integrations/engine/toy.py` a whole small
+engine. Nothing here imports an engine. Messages go to the logger of this package: an engine that shows only its own gives it its handlers.
 """
 
 from .layer import EngineLayer
