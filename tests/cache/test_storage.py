@@ -72,6 +72,13 @@ def test_sequences_are_chosen_and_share_pages_as_they_did(tmp_path):
     assert loaded.lengths == (0, 0)
 
 
+@pytest.mark.parametrize("window", [None, 500])
+def test_a_cache_without_tokens_is_saved_and_loaded(tmp_path, window):
+    PagedKVCache(1, 64, num_seqs=2, window=window).save(tmp_path / "empty")
+    loaded = PagedKVCache.load(tmp_path / "empty")
+    assert loaded.lengths == (0, 0) and loaded.window == window
+
+
 def test_a_saved_static_cache_is_its_tokens_pages(tmp_path):
     cache = filled((130, 5), max_seqlen=1000)
     cache.save(tmp_path / "static")

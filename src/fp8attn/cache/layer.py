@@ -99,9 +99,10 @@ class LayerPages:
         """The pool, with at least `num_pages`."""
         return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
 
-    def write(self, pages: list[int], sources: list[int], given: torch.Tensor, table: PageTable) -> None:
-        """Copy the bytes of pages `sources` from another pool, `given`."""
-        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given[torch.tensor(sources)].to(self.device)
+    def write(self, pages: list[int], sources: list[int] | None, given: torch.Tensor, table: PageTable) -> None:
+        """Copy the bytes of pages `sources` (None: all, in order) from another pool, `given`."""
+        given = given if sources is None else given[torch.tensor(sources, dtype=torch.long)]
+        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
 
     def take(self, pages: list[int], table: PageTable) -> None:
         """Replace the pool with copies of these pages of it. A pool of as many pages keeps its tensor."""

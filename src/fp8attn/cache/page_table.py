@@ -133,11 +133,11 @@ class PageTable:
         for lengths in self.cache_seqlens:
             lengths.fill_(length)
 
-    def fill(self, lengths: list[int], tables: list[list[int]]) -> tuple[list[int], list[int]]:
+    def fill(self, lengths: list[int], tables: list[list[int]]) -> tuple[list[int], list[int] | None]:
         """Set the lengths of an empty table, and allocate a page for each page of another pool that `tables` name. Sharing stays the same.
 
         Returns:
-            The pages to write, and for each the page of the other pool that it is a copy of.
+            The pages to write, and for each the page of the other pool that it is a copy of; None: all of its pages, in order.
         """
         taken, num_pages = self._find(1 + max((page for table in tables for page in table), default=-1))
         self._take(taken, num_pages)
@@ -150,7 +150,7 @@ class PageTable:
         self.tails = {seq for seq, length in enumerate(lengths) if length % PAGE_SIZE}  # not known of another pool
         self._write_table([(seq, 0, len(table)) for seq, table in enumerate(self.tables)])
         self.write_lengths()
-        return taken, list(range(len(taken)))
+        return taken, None
 
     def advance(self, new: list[int], longest: int) -> None:
         """Add `new` tokens to the host's length of each sequence. The layers append them on the device. `longest` is the largest number."""
