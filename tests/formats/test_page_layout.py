@@ -61,6 +61,7 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
     header = bytes(pages.pool[1, 2, 256 * head_dim :].tolist())
     assert header == struct.pack("<ff", 0.1, 2.0**-20) + bytes(120)
     assert PageLayout.of(head_dim).nbytes == 256 * head_dim + 128
+    assert PageLayout.of(head_dim).token_bytes == 2 * head_dim + 1
 
 
 def filled(key_dtype="int8", rotate_keys=False, **means) -> KVPages:

@@ -51,6 +51,11 @@ class PageLayout:
     header_offset: int
     nbytes: int
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token: K, V and its share of the header."""
+        return self.nbytes // PAGE_SIZE
+
     @classmethod
     def of(cls, head_dim: int) -> PageLayout:
         """The layout of pages of keys and values with `head_dim` channels."""

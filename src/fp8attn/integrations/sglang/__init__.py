@@ -27,7 +27,7 @@ from typing import Any
 
 from ...errors import UsageError
 from ...extras import needs
-from ...formats.page_layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from .options import options_of
 from .refused import NAME, is_chosen, unsupported_model, unsupported_options
 
@@ -131,10 +131,8 @@ def _cell_size(original: Callable[..., int], pool_configurator: Any, configurato
         return original(pool_configurator, configurator, num_layers)
     from sglang.srt.runtime_context import get_parallel
 
-    from .pool import token_bytes
-
     model, parallel = configurator.model_config, get_parallel()
-    return num_layers * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size) * token_bytes(model.head_dim)
+    return num_layers * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size) * PageLayout.of(model.head_dim).token_bytes
 
 
 def _is_chosen_here() -> bool:

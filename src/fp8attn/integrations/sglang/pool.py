@@ -16,11 +16,6 @@ from ...errors import UsageError
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 
 
-def token_bytes(head_dim: int) -> int:
-    """Bytes of a token of one KV head: K, V and its share of the header."""
-    return PageLayout.of(head_dim).nbytes // PAGE_SIZE
-
-
 class FP8PagePool(MHATokenToKVPool):
     """`MHATokenToKVPool` describes the arguments. Only the attention backend of fp8attn reads and writes the pages.
 

@@ -7,11 +7,11 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
 from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder
-from .specs import token_bytes, with_header
+from .specs import with_header
 from .supported import DTYPES, KV_CACHE_DTYPES, WHAT_TO_DO, unsupported_layer
 
 
@@ -74,7 +74,7 @@ class FP8AttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, token_bytes(head_size)
+        return num_blocks, num_kv_heads, block_size, PageLayout.of(head_size).token_bytes
 
     # From vLLM 0.28
 

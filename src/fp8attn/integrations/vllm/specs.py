@@ -22,14 +22,9 @@ from ...formats.page_layout import PAGE_SIZE, PageLayout
 BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # from vLLM 0.28
 
 
-def token_bytes(head_dim: int) -> int:
-    """Bytes of a token of one KV head: K, V and its share of the header."""
-    return PageLayout.of(head_dim).nbytes // PAGE_SIZE
-
-
 def with_header(spec: Any) -> Any:
     """The spec that vLLM makes for a layer, with the bytes of a page."""
-    return replace(spec, state_content_bytes=token_bytes(spec.head_size))
+    return replace(spec, state_content_bytes=PageLayout.of(spec.head_size).token_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +33,7 @@ class PageSpec(FullAttentionSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * self.block_size * token_bytes(self.head_size)
+        return self.num_kv_heads * self.block_size * PageLayout.of(self.head_size).token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,7 @@ class WindowPageSpec(SlidingWindowSpec):
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * self.block_size * token_bytes(self.head_size)
+        return self.num_kv_heads * self.block_size * PageLayout.of(self.head_size).token_bytes
 
 
 def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
