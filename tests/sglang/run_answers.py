@@ -9,15 +9,13 @@ The model is `models/stdlib-llama`. The last line of the output is `ANSWERS` and
 """
 
 import json
-import lzma
 import os
-import random
 import sys
 from pathlib import Path
 
-MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
+from tests.support.answers import ANSWER, MODEL, prompts_of
+
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
 LIKELIEST = 20  # tokens of each step whose log-probabilities are in the output
 COMMON = {
     "device": "cpu", "dtype": "bfloat16", "mem_fraction_static": 0.1, "max_total_tokens": 32768, "max_running_requests": 32,
@@ -34,15 +32,6 @@ WAYS = {  # of computing the same answers
     "little-memory": OURS | {"max_total_tokens": 6144, "schedule_conservativeness": 0.0, "disable_radix_cache": False},
     "tp2": OURS | {"tp_size": 2},
 }
-
-
-def prompts_of_model():
-    """Prompts of 20 to 900 tokens of held-out text."""
-    from transformers import AutoTokenizer
-
-    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
-        ids, draw = AutoTokenizer.from_pretrained(MODEL)(file.read()[:400_000])["input_ids"], random.Random(0)
-    return [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
 
 
 def answers_of(engine, prompts, of_prompts):
@@ -66,10 +55,11 @@ def main(way, options="{}"):
     """Print the answers, and how many bytes SGLang gave the cache for how many tokens."""
     os.environ.update(ENVIRONMENT | ({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if way == "tp2" else {}))  # a core for each process
     import sglang
+    from transformers import AutoTokenizer
 
     options = {"model_path": MODEL} | COMMON | WAYS[way] | json.loads(options)
     again, file = options.pop("again", False), options.pop("prompts", None)
-    prompts = prompts_of_model() if file is None else json.loads(Path(file).read_text())
+    prompts = prompts_of(AutoTokenizer.from_pretrained(MODEL)) if file is None else json.loads(Path(file).read_text())
     engine = sglang.Engine(**options)
     try:
         found = answers_of(engine, prompts, file is not None)

@@ -1,4 +1,7 @@
-"""SGLang engines with the plugin, on a CPU: answers beside those of BF16, and equal ones whatever SGLang does. An engine takes a minute."""
+"""SGLang engines with the plugin, on a CPU: answers beside those of BF16, and equal ones whatever SGLang does. An engine takes a minute.
+
+Docstrings have what was measured. The limits (`check_near_ties`) are those of vLLM, where defects were planted.
+"""
 
 import json
 from itertools import chain
@@ -12,8 +15,8 @@ pytest.importorskip("sglang")
 from fp8attn.integrations.sglang.options import VARIABLE
 from tests.integrations.engine.models import qwen2
 from tests.sglang.engines import answers
-from tests.sglang.run_answers import PROMPTS
-from tests.vllm.near_ties import differences
+from tests.support.answers import PROMPTS
+from tests.support.near_ties import check_near_ties, differences
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +31,6 @@ def plain():
 def bf16():
     """The same by SGLang's own attention on a CPU."""
     return answers("bf16")
-
-
-def check_near_ties(found, expected):
-    """The answers are equal but for near-ties. The limits are those of `tests/vllm/test_engine.py`, where defects that were planted in one
-    of two KV heads exceeded them. Each test here has what was measured."""
-    tokens, flips = differences(found, expected)
-    mean = sum(tokens) / len(tokens)
-    print(f"{PROMPTS - len(flips)} of {PROMPTS} answers are equal; {mean:.4f} nats; {max(flips, default=0):.3f} nats")
-    assert mean < 0.014
-    assert all(flip < 0.5 for flip in flips), flips
 
 
 def test_an_engine_repeats_itself(plain):

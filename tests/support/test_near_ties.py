@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.vllm.near_ties import differences
+from tests.support.near_ties import differences
 
 
 def engine_of(answer, *steps):

@@ -6,20 +6,18 @@ The model is `models/stdlib-llama`. The last line of the output is `ANSWERS` and
 """
 
 import json
-import lzma
 import os
-import random
 import sys
 import tempfile
 from pathlib import Path
 
-MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
+from tests.support.answers import ANSWER, MODEL, prompts_of
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "1",
     "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads that wait for one another are slow where others use the cores
 }  # fmt: skip
-PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
 LIKELIEST = 8  # tokens of a step that have log-probabilities
 WAYS = {  # of computing the same answers
     "plain": {},
@@ -61,13 +59,6 @@ def save_eagle(folder):
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
 
 
-def prompts_of(llm):
-    """Prompts of 20 to 900 tokens of held-out text."""
-    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
-        ids, draw = llm.get_tokenizer()(file.read()[:400_000])["input_ids"], random.Random(0)
-    return [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
-
-
 def accepted(llm):
     """Tokens of drafts that were accepted; 0 without statistics."""
     if not llm.llm_engine.log_stats:
@@ -92,7 +83,7 @@ def main(way, options="{}"):
 def answers_of(llm):
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm)]
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm.get_tokenizer())]
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
     asked = llm.generate(prompts, params, use_tqdm=False)
     return {

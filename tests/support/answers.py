@@ -1,0 +1,44 @@
+"""The greedy answers of engines to 20 prompts of this repository's model, each engine in a process of its own.
+
+`tests.vllm.run_answers` and `tests.sglang.run_answers` are such processes: `python -m MODULE WAY [ENGINE_OPTIONS_AS_JSON]`. The last line
+of the output is `ANSWERS` and a JSON object.
+"""
+
+import json
+import lzma
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
+PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
+
+
+def prompts_of(tokenizer):
+    """Prompts of 20 to 900 tokens of held-out text."""
+    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
+        ids, draw = tokenizer(file.read()[:400_000])["input_ids"], random.Random(0)
+    return [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
+
+
+def environment_of(variables=None):
+    """This process's environment, with other variables, for one with an engine."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | (variables or {})
+
+
+def answers_of(module, way, options, variables=None, timeout=None):
+    """What an engine with these options, and environment variables, answers.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of its log.
+    """
+    command = [sys.executable, "-m", module, way, json.dumps(options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ended = subprocess.run(command, env=environment_of(variables), timeout=timeout, **pipes)
+    lines = ended.stdout.splitlines()
+    found = [line.removeprefix("ANSWERS ") for line in lines if line.startswith("ANSWERS ")]
+    if ended.returncode or not found:
+        raise RuntimeError("\n".join(lines[-60:]))
+    return json.loads(found[0])
