@@ -1,4 +1,5 @@
-"""The kernels on the CPU, against float64 or bit for bit: `python -m docs.lab.token_pages.emulate [words]`."""
+"""The kernels on the CPU, against float64 or bit for bit: `python -m docs.lab.token_pages.emulate [words]`; with TRITON_INTERPRET=1 the
+append."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from triton import knobs
 
-from benchmarks.measure import exact, relative
 from fp8attn import AttentionParams
 from fp8attn.kernels.decode import plan
 from tests.emulator import emulate, machine
@@ -16,8 +17,11 @@ from tests.emulator.arithmetic import arithmetic
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry
 
+from .append import append
+from .check import appended_to, errors, uneven, wrong_copies, wrong_rows
+from .copy import copy, target_of
 from .decode import token_decode
-from .layout import TokenPages, store
+from .layout import store
 
 DECODE = {  # lengths, KV heads, group, head_dim, query tokens, window
     "D128": ([300, 1, 129], 2, 4, 128, 1, 0),
@@ -43,31 +47,6 @@ def run(launch) -> None:
         emulate(launch)
 
 
-def uneven(count: int, heads: int, head_dim: int, spread: float) -> torch.Tensor:
-    """Tokens whose magnitudes differ by powers of e."""
-    return torch.randn(count, heads, head_dim) * torch.exp(spread * torch.randn(count, heads, 1))
-
-
-def errors(pages: TokenPages, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, queries: int, window: int = 0) -> float:
-    """Of all rows, against float64 on what is stored. LSE is compared, too."""
-    pairs = []
-    for seq, length in enumerate(pages.lengths.tolist()):
-        rows = slice(seq * queries, (seq + 1) * queries)
-        k, v = pages.read(seq)
-        for row in range(rows.start, rows.stop):
-            last = length - queries + row - rows.start
-            first = max(last - window + 1, 0) if window else 0
-            seen = slice(first, max(last + 1, first))
-            one = q[row : row + 1]
-            pairs.append((out[row : row + 1], exact(one, k[seen], v[seen], pages.head_dim**-0.5)))
-            if seen.stop > seen.start:
-                group = q.shape[1] // k.shape[1]
-                scores = torch.einsum("hd,khd->hk", one[0].double(), k[seen].repeat_interleave(group, 1)) * pages.head_dim**-0.5
-                off = float((lse[row].double() - torch.logsumexp(scores, 1)).abs().max())
-                assert off < 1e-3, f"LSE is {off} off"
-    return relative([(a.double(), b) for a, b in pairs])
-
-
 def emulate_decode(name: str, spread: float = 0.7) -> float:
     lengths, heads, group, head_dim, queries, window = DECODE[name]
     torch.manual_seed(0)
@@ -83,10 +62,39 @@ def emulate_decode(name: str, spread: float = 0.7) -> float:
     return errors(pages, q, out, lse, queries, window)
 
 
+def emulate_copy(head_dim: int) -> list[str]:
+    torch.manual_seed(0)
+    lengths, heads = [200, 0, 128, 5], 2
+    pages = store(*(uneven(sum(lengths), heads, head_dim, 1.0) for _ in "kv"), lengths)
+    target = target_of(pages, 200)
+    target.pool.fill_(0x7F)
+    with dry() as (launches, _):
+        copy(pages, target)
+    run(launches[0])
+    return wrong_copies(pages, target)
+
+
+def interpret_append(head_dim: int, held: int = 40, new: int = 200) -> list[str]:
+    """One sequence, which holds `held` tokens before. With TRITON_INTERPRET=1."""
+    torch.manual_seed(0)
+    k, v = (uneven(held + new, 2, head_dim, 1.0).bfloat16() for _ in "kv")
+    expected = store(k, v, [held + new])
+    pages = appended_to(expected, held)
+    append(pages, k[held:].contiguous(), v[held:].contiguous(), new, native=False)
+    return wrong_rows(pages, expected)
+
+
 def main() -> None:
+    if knobs.runtime.interpret:
+        for head_dim in (64, 128):
+            print(f"append D{head_dim}, wrong: {interpret_append(head_dim)}", flush=True)
+        return
     for name in DECODE:
         if all(word in name for word in sys.argv[1:]):
             print(f"decode {name}: {emulate_decode(name):.2e}", flush=True)
+    for head_dim in (64, 128, 256):
+        if all(word in f"copy {head_dim}" for word in sys.argv[1:]):
+            print(f"copy D{head_dim}, wrong: {emulate_copy(head_dim)}", flush=True)
 
 
 if __name__ == "__main__":
