@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from fp8attn import KVPages
+from fp8attn.formats.codec import E4M3
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
 from fp8attn.kernels.codec import needed_scale
 from fp8attn.kernels.gluon import gl, gluon
 from fp8attn.kernels.launch import launch, make_constants
-from fp8attn.formats.codec import E4M3
 
 from .layout import TokenPages, nbytes
 

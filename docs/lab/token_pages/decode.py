@@ -22,7 +22,19 @@ from fp8attn.kernels.decode.consume import WEIGHT_BITS, _load_v, _mask, _scores,
 from fp8attn.kernels.decode.load import PRODUCER_REGISTERS
 from fp8attn.kernels.decode.queries import DecodeQueries, load_mean, mma_layout
 from fp8attn.kernels.decode.work import DecodeBatch, assign
-from fp8attn.kernels.gluon import aggregate, fence_async_shared, fetch, gdc_wait, gl, gluon, mbarrier, mma_v2, reinterpret, sync, tensor_descriptor
+from fp8attn.kernels.gluon import (
+    aggregate,
+    fence_async_shared,
+    fetch,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    mma_v2,
+    reinterpret,
+    sync,
+    tensor_descriptor,
+)
 from fp8attn.kernels.launch import Tiles, launch, make_constants
 from fp8attn.kernels.pages import BUNDLE, PAGE, ROW, allocate_k, fetch_k, v_layout
 from fp8attn.kernels.view import View
@@ -32,8 +44,10 @@ from .layout import SCALES, TokenPages
 
 SCALE_COUNT = gl.constexpr(SCALES)
 # The codes are the last bits of FP16 numbers from 1024 on; 1152 is 1024 and the 128 that the sign's bit adds (`codec.from_int8`).
-INT8_TO_FP16 = gl.constexpr("""{ .reg .b32 x, magic, offset; mov.b32 magic, 0x64646464; mov.b32 offset, 0x64806480; xor.b32 x, $2, 0x80808080;
+INT8_TO_FP16 = gl.constexpr("""{ .reg .b32 x, magic, offset; mov.b32 magic, 0x64646464; mov.b32 offset, 0x64806480;
+xor.b32 x, $2, 0x80808080;
 prmt.b32 $0, x, magic, 0x4140; prmt.b32 $1, x, magic, 0x4342; sub.rn.f16x2 $0, $0, offset; sub.rn.f16x2 $1, $1, offset; }""")
+BIASED_TO_FP16 = gl.constexpr(INT8_TO_FP16.value.replace("xor.b32 x, $2, 0x80808080", "mov.b32 x, $2"))  # of codes plus 128
 
 
 @aggregate
@@ -139,7 +153,8 @@ def produce(ring, batch, work, requested, source):
 
 
 @gluon.jit
-def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options: gl.constexpr):
+def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options: gl.constexpr,
+            BIASED: gl.constexpr):  # fmt: skip
     """`consume._attend`: the lines with `k_scale`, `v_scale` and `v_page` differ."""
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = acc.type.layout
@@ -174,13 +189,14 @@ def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, 
     rescale = rescale * ratio_of_powers(v_unit, v_page)
     if not options.early_v:
         v = _load_v(ring, stage, phase, A)
-    v = gl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [v], dtype=gl.float16, is_pure=True, pack=4)
+    CONVERT: gl.constexpr = BIASED_TO_FP16 if BIASED else INT8_TO_FP16
+    v = gl.inline_asm_elementwise(CONVERT, "=r,=r,r", [v], dtype=gl.float16, is_pure=True, pack=4)
     acc = mma_v2(v, _weights_operand(p * v_scale[:, :, None], B), acc * rescale[:, None, :])
     return acc, new_max, row_sum, v_page
 
 
 @gluon.jit
-def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, options: gl.constexpr):
+def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, options: gl.constexpr, BIASED: gl.constexpr):
     """`consume.consume`, unchanged except for the `_attend` that it calls."""
     ROWS: gl.constexpr = options.rows
     WIDTH: gl.constexpr = options.width
@@ -220,7 +236,7 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
             v_unit = seq.length.to(gl.float32) * 0.0 + 1.0
             for page in range(seq.first_page + i, seq.first_page + j):
                 acc, row_max, row_sum, v_unit = _attend(
-                    ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options
+                    ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options, BIASED
                 )
                 tile += 1
 
@@ -253,7 +269,7 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
 def token_decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, scales_desc, table_ptr, table_stride, lengths_ptr, bounds_ptr,
                         leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens, window,
-                        workers, scale, softcap, OPTIONS: gl.constexpr):  # fmt: skip
+                        workers, scale, softcap, OPTIONS: gl.constexpr, BIASED: gl.constexpr):  # fmt: skip
     """`decode_kernel`, without means."""
     ROWS: gl.constexpr = OPTIONS.rows
     row_tiles = 1
@@ -279,7 +295,7 @@ def token_decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, scales_de
     first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, OPTIONS)
     requested = request_first(ring, batch, work, source)
     gl.warp_specialize([
-        (consume, (ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS)),
+        (consume, (ring, batch, work, parts, first_q, first_k_mean, queries, output, softcap, OPTIONS, BIASED)),
         (produce, (ring, batch, work, requested, source)),
     ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     if OPTIONS.ragged:
@@ -299,15 +315,15 @@ def views(shape: tuple[int, ...], head_dim: int, width: int) -> tuple[View, View
     )  # fmt: skip
 
 
-def token_decode(q: torch.Tensor, pages: TokenPages, params: AttentionParams, out: torch.Tensor | None = None) -> tuple[Any, Any]:
-    """`decode.decode_attention` over pages with a scale for every token. K is rotated."""
+def token_decode(q: torch.Tensor, pages: TokenPages, params: AttentionParams, biased: bool = False) -> tuple[Any, Any]:
+    """`decode.decode_attention` over pages with a scale for every token. K is rotated. `biased`: V's codes are stored plus 128."""
     cu_seqlens_q, max_seqlen_q, causal = params.cu_seqlens_q, params.max_seqlen_q, params.causal
     window, softcap = params.window, params.softcap
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
     table, lengths = pages.page_table, pages.lengths
     num_seqs, heads = len(table), pages.pool.shape[1]
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty_like(q)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
     group = num_q_heads // heads
     workers, grid, counters, plane, width, given = plan.make_decode_plan(
@@ -322,5 +338,5 @@ def token_decode(q: torch.Tensor, pages: TokenPages, params: AttentionParams, ou
         out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
         float(params.softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
-    launch(token_decode_kernel, grid, args, make_constants("token decode", device, **given))
+    launch(token_decode_kernel, grid, args, make_constants("token decode", device, BIASED=biased, **given))
     return out, lse

@@ -3,8 +3,8 @@ writes. The kernels compute the same bits.
 
     rotate(k) ~ k_8bit * k_scale[token]        v ~ v_8bit * v_scale[token]
 
-A page is K `[128, head_dim]` INT8, V `[8, head_dim, 16]` INT8 in `V_ORDER`, 128 scales of K and 128 of V in BF16, and the header. The scales
-of 32 tokens are in the order in which decode's threads have them: token `t` is at position `4 * (t % 8) + t // 8`.
+A page is K `[128, head_dim]` INT8, V `[8, head_dim, 16]` INT8 in `V_ORDER`, 128 scales of K and 128 of V in BF16, and the header. The
+scales of 32 tokens are in the order in which decode's threads have them: token `t` is at position `4 * (t % 8) + t // 8`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from fp8attn.formats.codec import E4M3, MAX_SCALE, MIN_SCALE
 from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, V_GROUP, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate, rotate_back
 
-SCALE_BLOCK = 32
 SCALES = 2 * PAGE_SIZE  # of a page, K's first
 
 
