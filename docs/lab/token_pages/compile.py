@@ -32,8 +32,9 @@ def launches(head_dim: int, group: int) -> dict[str, Launch]:
     with dry() as (found, patch):
         patch.setattr(plan, "num_sms", lambda device: 132)
         decode.decode_attention(q, KVPages.empty(2, 1, head_dim, 1, 2), params)
-        token_decode(q, store(torch.randn(200, 1, head_dim), torch.randn(200, 1, head_dim), [200]), params)
-    return dict(zip(("product", "token"), found, strict=True))
+        for biased in (False, True):
+            token_decode(q, store(torch.randn(200, 1, head_dim), torch.randn(200, 1, head_dim), [200]), params, biased)
+    return dict(zip(("product", "token", "biased"), found, strict=True))
 
 
 def others(head_dim: int) -> dict[str, Launch]:
