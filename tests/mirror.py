@@ -40,6 +40,7 @@ ROWS = {
         "integrations/test_sglang.py",
         "sglang/test_plugin.py",
         "sglang/test_steps.py",
+        "sglang/test_graphs.py",
         "sglang/test_engine.py",
     ),
     "fp8attn/integrations/transformers/attention.py": (
