@@ -40,6 +40,7 @@ ROWS = {
         "integrations/test_sglang.py",
         "sglang/test_plugin.py",
         "sglang/test_steps.py",
+        "sglang/test_graphs.py",
         "sglang/test_engine.py",
     ),
     "fp8attn/integrations/transformers/attention.py": (
@@ -64,7 +65,7 @@ ROWS = {
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),
     "fp8attn/kernels/pages.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
-    "fp8attn/kernels/portable/": ("kernels/test_compile.py",),
+    "fp8attn/kernels/portable/": ("kernels/test_compile.py", "kernels/test_window_plans.py"),
     "fp8attn/kernels/ptx.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/mode/graph.py": ("mode/test_compiled.py",),
     "fp8attn/mode/report.py": ("mode/test_policy.py",),

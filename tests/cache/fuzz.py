@@ -1,4 +1,6 @@
-"""The static form of a cache against the growing form: the same random operations, and then the same bytes and lengths.
+"""The forms of a cache against the growing form of all tokens: the same random operations, and then the same bytes and lengths.
+
+The others are the static form, or, with a window, a growing ring and most often a static one.
 
 `python -m tests.cache.fuzz` does 10,000 operations on a CPU in some minutes. `tests/cache/test_fuzz.py` does a part of them, and
 `tests/gpu/test_cache_gpu.py` runs for a minute on a GPU, where a CUDA graph appends in place of compiled code.
@@ -7,43 +9,74 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import random
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp8attn import KVPages, PagedKVCache
+from fp8attn.cache.page_table import num_pages_of
+from fp8attn.cache.ring import STEP, ring_size
 from fp8attn.formats.codec import CODECS
 from fp8attn.formats.page_layout import PAGE_SIZE, unpack_k, unpack_v
 
 HEADS, DIM, LAYERS = 1, 64, 2
 LENGTHS = (0, 0, 1, 1, 1, 2, 5, 17, 100, 127, 128, 130)
-OPERATIONS = {"append": 40, "step": 14, "overfull": 6, "truncate": 12, "select": 8, "copy": 8, "interrupted": 3, "lengths": 4, "reset": 2}
+WINDOWS = (1, 5, 100, 128, 129, 200, 384)
+OPERATIONS = {
+    "append": 40, "step": 14, "overfull": 6, "truncate": 12, "select": 8, "copy": 8, "interrupted": 3, "lengths": 4, "reset": 2,
+    "draft": 10, "record": 3, "deepcopy": 2, "files": 3,
+}  # fmt: skip
 
 
-class Pair:
-    """A static and a growing cache that hold the same.
+class Caches:
+    """Caches that hold the same.
 
     Attributes:
+        full: the growing form, with all tokens.
+        others: by name, the other forms.
+        static: the static form, if there is one.
         held: the lengths, as the operations imply them.
-        step: appends one token to each sequence of the static cache, where the host does not see it.
+        window: of the other forms; None: they have all tokens.
+        most: tokens that a sequence may have.
+        longest: of each sequence, the most tokens that it had since it was empty: a ring no longer has what was overwritten.
+        kept: the lengths from which on a ring that records has all tokens; None: it does not record.
+        step: appends tokens to the static form, where the host does not see it.
     """
 
     def __init__(self, seed: int, device: str) -> None:
         self.random, self.device = random.Random(seed), device
         self.generator = torch.Generator(device).manual_seed(seed)
-        num_seqs, self.most = self.random.choice([1, 2, 3]), self.random.choice([1, 128, 200, 300])
+        self.window = self.random.choice([None, *WINDOWS]) if self.random.random() < 0.8 else None
+        num_seqs, self.most = self.random.choice([1, 2, 3]), self.random.choice([1, 128, 200, 300] if self.window is None else [200, 1500])
         options = {"num_layers": LAYERS, "num_seqs": num_seqs, "key_dtype": self.random.choice(list(CODECS)), "device": device}
-        self.static, self.growing = (PagedKVCache(HEADS, DIM, max_seqlen=length, **options) for length in (self.most, None))
+        self.full, self.others = PagedKVCache(HEADS, DIM, **options), {}
+        if self.window is None or self.random.random() < 0.7:
+            self.others["static"] = PagedKVCache(HEADS, DIM, max_seqlen=self.most, window=self.window, **options)
+        if self.window is not None:
+            self.others["ring"] = PagedKVCache(HEADS, DIM, window=self.window, **options)
         self.held = [0] * num_seqs
-        self.step = self._graph() if device == "cuda" and self.random.random() < 0.5 else self._compiled()
+        self.longest, self.kept = [0] * num_seqs, None
+        self.graph = device == "cuda" and "static" in self.others and self.random.random() < 0.5
+        self.step = self._graph() if self.graph else self._compiled()
+
+    @property
+    def static(self) -> PagedKVCache | None:
+        return self.others.get("static")
+
+    @property
+    def all(self) -> tuple[PagedKVCache, ...]:
+        return self.full, *self.others.values()
 
     def _compiled(self):
         def step(cache, k, v):
             for layer in range(LAYERS):
-                cache.append(layer, k, v)
+                cache.append_pages(layer, k, v)
 
         torch._dynamo.reset()
         run = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
@@ -69,10 +102,6 @@ class Pair:
 
         return step
 
-    @property
-    def both(self) -> tuple[PagedKVCache, PagedKVCache]:
-        return self.static, self.growing
-
     def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = 2.0 ** self.random.randint(-4, 4)  # scales grow
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
@@ -83,27 +112,39 @@ class Pair:
         getattr(self, f"do_{name}")()
         self.check()
 
-    def do_append(self) -> None:
+    # Operations
+
+    def do_append(self, lengths: tuple[int, ...] = LENGTHS) -> None:
         room = [self.most - held for held in self.held]
         equal = self.random.random() < 0.3
-        new = [min(*room, self.random.choice(LENGTHS))] * len(room) if equal else [min(n, self.random.choice(LENGTHS)) for n in room]
+        new = [min(*room, self.random.choice(lengths))] * len(room) if equal else [min(n, self.random.choice(lengths)) for n in room]
         k, v = self.tokens(sum(new))
-        for cache, layer in itertools.product(self.both, range(LAYERS)):
+        for cache, layer in itertools.product(self.all, range(LAYERS)):
             cache.append(layer, k, v, lengths=None if equal else new)
-        self.held = [held + n for held, n in zip(self.held, new, strict=True)]
+        self.grow(new)
+        if sum(new) and self.window is not None and self.device == "cpu":
+            q = self.tokens(sum(new))[0]
+            want = self.full.attention(0, q, window=self.window)
+            for name, cache in self.others.items():
+                assert torch.equal(cache.attention(0, q), want), f"attention of {name}"
 
     def do_step(self) -> None:
-        if max(self.held) == self.most:
+        """Compiled, or a graph; more than one token, if the static form has a window."""
+        new = self.random.choice([1, 1, 17, 300]) if self.window is not None and not self.graph else 1
+        if max(self.held) + new > self.most:
             return
-        k, v = self.tokens(len(self.held))
-        self.step(k, v)
-        for layer in range(LAYERS):
-            self.growing.append(layer, k, v)
-        self.held = [held + 1 for held in self.held]
+        k, v = self.tokens(new * len(self.held))
+        for cache in self.all:
+            if cache is self.static:
+                self.step(k, v)
+            else:
+                for layer in range(LAYERS):
+                    cache.append(layer, k, v)
+        self.grow([new] * len(self.held))
 
     def do_overfull(self) -> None:
         """One token too many of one sequence, and any number of the others."""
-        if self.device == "cuda" and not self.static._static.counted:
+        if self.static is None or (self.device == "cuda" and not self.static._static.counted):
             return  # the GPU would stop the process
         new = [self.random.choice([0, self.most - held]) for held in self.held]
         seq = self.random.randrange(len(new))
@@ -111,73 +152,176 @@ class Pair:
         with pytest.raises(RuntimeError, match="the cache is full"):
             self.static.append(0, *self.tokens(sum(new)), lengths=new)
 
+    def do_draft(self) -> None:
+        """Tokens are appended, and some or all of them dropped. A ring has room for that."""
+        before, most = list(self.held), STEP if self.window is not None else PAGE_SIZE
+        if self.window is not None and self.kept is not None and self.static is None:
+            most = 4 * STEP  # a ring that records has more
+        self.do_append((0, 1, 2, most // 4, most - 1, most))
+        self.shorten([self.random.randint(old, new) for old, new in zip(before, self.held, strict=True)])
+
     def do_truncate(self) -> None:
-        lengths = [self.random.randint(0, held + 1) for held in self.held]
-        for cache in self.both:
-            cache.truncate(lengths)
-        self.held = list(map(min, self.held, lengths))
+        lengths = [self.random.choice([self.random.randint(0, held + 1), max(0, held - self.random.randint(0, 200))]) for held in self.held]
+        lengths = [self.random.choice([0, length]) for length in lengths] if self.random.random() < 0.1 else lengths
+        self.shorten(lengths)
 
     def do_select(self) -> None:
-        chosen = [self.random.randrange(len(self.held)) for _ in self.held]
-        for cache in self.both:
+        count = len(self.held) if self.static is not None else self.random.randint(1, 4)
+        chosen = [self.random.randrange(len(self.held)) for _ in range(count)]
+        for cache in self.all:
             cache.select(chosen)
-        self.held = [self.held[seq] for seq in chosen]
+        self.held, self.longest = ([x[seq] for seq in chosen] for x in (self.held, self.longest))
+        self.kept = None if self.kept is None else [self.kept[seq] for seq in chosen]
 
     def do_copy(self) -> None:
         if len(self.held) > 1:
             source, target = self.random.sample(range(len(self.held)), 2)
-            length = self.random.choice([None, self.random.randint(0, self.held[source])])
-            for cache in self.both:
+            least = 0 if self.window is None or self.random.random() < 0.2 else max(0, self.held[source] - 20)
+            length = self.random.choice([None, self.random.randint(least, self.held[source])])
+            kept = self.held[source] if length is None else length
+            if not self.can_go_back([kept if seq == source else held for seq, held in enumerate(self.held)], f"copy({source}, {target})"):
+                return
+            for cache in self.all:
                 cache.copy(source, target, length)
-            self.held[target] = self.held[source] if length is None else length
+            self.held[target], self.longest[target] = kept, self.longest[source] if kept else 0
+            if self.kept is not None:
+                self.kept[target] = kept
 
     def do_interrupted(self) -> None:
         """A step that some layers did not append."""
         if max(self.held) < self.most:
             k, v = self.tokens(len(self.held))
-            for cache in self.both:
+            for cache in self.all:
                 cache.append(0, k, v)
                 cache.truncate(cache.lengths)
+            self.grow([1] * len(self.held))
+            self.held = [held - 1 for held in self.held]
+            self.shortened()
 
     def do_lengths(self) -> None:
-        for cache in self.both:
+        for cache in self.all:
             assert list(cache.lengths) == self.held
 
     def do_reset(self) -> None:
-        for cache in self.both:
+        for cache in self.all:
             cache.reset()
         self.held = [0] * len(self.held)
+        self.kept = None
+        self.shortened()
+
+    def do_record(self) -> None:
+        """The growing ring keeps every token until the next truncation, or no longer does."""
+        if self.window is not None:
+            recording = self.random.random() < 0.7
+            self.kept = list(self.held) if recording else None
+            for cache in self.others.values():
+                cache.table.record(recording)
+
+    def do_deepcopy(self) -> None:
+        if not self.graph:
+            self.full, self.others = copy.deepcopy(self.full), {name: copy.deepcopy(cache) for name, cache in self.others.items()}
+            self.step = self._compiled()
+
+    def do_files(self) -> None:
+        """Into caches of the same or the other form. Before, a draft is dropped, and after it more tokens."""
+        if self.graph:
+            return
+        self.do_draft()
+        with tempfile.TemporaryDirectory() as folder:
+            for name, cache in self.others.items():
+                cache.save(Path(folder) / name)
+            names = {name: self.random.choice(list(self.others)) for name in self.others}
+            self.others = {
+                name: PagedKVCache.load(Path(folder) / source, max_seqlen=self.most if name == "static" else None, device=self.device)
+                for name, source in names.items()
+            }
+        self.kept, self.step = None, self._compiled()
+        self.check()
+        self.shorten([max(0, held - self.random.randint(0, 30)) for held in self.held])
+
+    # What the operations imply
+
+    def grow(self, new: list[int]) -> None:
+        self.held = [held + n for held, n in zip(self.held, new, strict=True)]
+        self.longest = list(map(max, self.longest, self.held))
+
+    def shorten(self, lengths: list[int]) -> None:
+        lengths = list(map(min, self.held, lengths))
+        if self.can_go_back(lengths, "truncate"):
+            for cache in self.all:
+                cache.truncate(lengths)
+            self.held = lengths
+            self.shortened()
+
+    def shortened(self) -> None:
+        self.longest = [longest if held else 0 for longest, held in zip(self.longest, self.held, strict=True)]
+        self.kept = None if self.kept is None else list(self.held)
+
+    def can_go_back(self, lengths: list[int], what: str) -> bool:
+        """Whether all caches can. A ring that cannot has overwritten what a sequence would see, and raises before it changes anything."""
+        refused = False
+        for name, cache in self.others.items():
+            if self.window is None:
+                break
+            try:
+                cache.table.check_held(lengths)
+            except RuntimeError:
+                refused = True
+                assert not all(self.must_hold(seq, length, name) for seq, length in enumerate(lengths)), (name, lengths, what)
+                if what == "truncate":
+                    with pytest.raises(RuntimeError, match="cannot go back"):
+                        cache.truncate(lengths)
+                    assert list(cache.lengths) == self.held
+        return not refused
+
+    def must_hold(self, seq: int, length: int, name: str) -> bool:
+        """Whether the ring must still have the window before token `length` of a sequence."""
+        first, size = max(0, length - self.window + 1) // PAGE_SIZE, ring_size(self.window, self.most if name == "static" else None)
+        recorded = name == "ring" and self.kept is not None and length >= self.kept[seq]
+        return not length or recorded or first >= num_pages_of(self.longest[seq]) - size
 
     def check(self) -> None:
         """Compare the lengths of all layers, and all bytes and scales of one."""
-        for cache, layer in itertools.product(self.both, range(LAYERS)):
+        for cache, layer in itertools.product(self.all, range(LAYERS)):
             assert cache.pages(layer).cache_seqlens.tolist() == self.held, (cache, layer)
         layer = self.random.randrange(LAYERS)
         for seq, length in enumerate(self.held):
-            for name, ours, theirs in zip(("K", "V", "scales"), *(contents(x.pages(layer), seq, length) for x in self.both), strict=True):
-                assert torch.equal(ours, theirs), f"{name} of sequence {seq} of {length} tokens differs"
+            first = 0 if self.window is None else max(0, length - self.window + 1)  # that the next query sees
+            want, values = contents(self.full.pages(layer), seq, first, length), torch.stack(self.full.read(layer, seq))
+            for name, cache in self.others.items():
+                for part, ours, theirs in zip(("K", "V", "scales"), contents(cache.pages(layer), seq, first, length), want, strict=True):
+                    assert torch.equal(ours, theirs), f"{part} of sequence {seq} of {length} tokens differs in {name}"
+                read = torch.stack(cache.read(layer, seq))
+                assert read.shape[1] in (length - first, min(length, self.window or length)), (
+                    f"{name} reads {read.shape[1]} of {length} tokens"
+                )
+                assert torch.equal(read, values[:, length - read.shape[1] :]), f"{name} reads others of {length} tokens"
 
 
-def contents(pages: KVPages, seq: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The bytes of a sequence's K and V, and the scales of its pages."""
-    ids = pages.page_table[seq, : -(-length // PAGE_SIZE)].long()
-    k, v = (unpack(x.view(torch.uint8)[ids])[:length] for x, unpack in ((pages.k, unpack_k), (pages.v, unpack_v)))
+def contents(pages: KVPages, seq: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The bytes of K and V of a sequence from token `first` on, and the scales of their pages."""
+    column = first // PAGE_SIZE
+    ids = pages.page_table[seq, column : num_pages_of(length)].long()
+    tokens = slice(first - column * PAGE_SIZE, length - column * PAGE_SIZE)
+    k, v = (unpack(x.view(torch.uint8)[ids])[tokens] for x, unpack in ((pages.k, unpack_k), (pages.v, unpack_v)))
     return k, v, torch.stack([pages.k_scale[ids], pages.v_scale[ids]])
 
 
 def fuzz(operations: int, seed: int = 0, device: str = "cpu", seconds: float = float("inf"), each: int = 500) -> int:
-    """Do random operations on pairs of caches, `each` on one pair, and return how many were done."""
+    """Do random operations on caches, `each` on the same ones, and return how many were done."""
     names, weights = zip(*OPERATIONS.items(), strict=True)
     end, done = time.monotonic() + seconds, 0
     while done < operations and time.monotonic() < end:
-        pair = Pair(at := seed + done, device)
+        caches = Caches(at := seed + done, device)
         for number in range(min(each, operations - done)):
-            name = pair.random.choices(names, weights)[0]
-            before = list(pair.held)
+            name = caches.random.choices(names, weights)[0]
+            before = list(caches.held)
             try:
-                pair.operate(name)
+                caches.operate(name)
             except Exception as error:
-                raise AssertionError(f"operation {number} of seed {at}, {name} of lengths {before}: {error}") from error
+                raise AssertionError(
+                    f"operation {number} of seed {at}, {name} of lengths {before}, window {caches.window}: {error}"
+                ) from error
             done += 1
     return done
 
@@ -188,4 +332,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    print(f"{fuzz(args.operations, args.seed, args.device):,} operations: every byte and length of the two forms is equal")
+    print(f"{fuzz(args.operations, args.seed, args.device):,} operations: every byte and length is that of a growing cache of all tokens")

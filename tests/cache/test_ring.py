@@ -8,7 +8,7 @@ import torch
 
 import fp8attn
 from fp8attn import PagedKVCache
-from fp8attn.cache.ring import STEP, pages_of_run, ring_size
+from fp8attn.cache.ring import SHORTEST_WINDOW, STEP, pages_of_run, ring_size
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.scales import LayerScales
@@ -112,6 +112,12 @@ def test_the_memory_is_that_of_the_window():
     assert PagedKVCache(HEADS, DIM, max_seqlen=200, window=WINDOW).num_pages == 2
 
 
+def test_pages_of_every_window_are_smaller_than_16_bits():
+    """From the shortest window on, of a head_dim of 64, whose pages have the most bytes a channel."""
+    for window in range(SHORTEST_WINDOW, 2000):
+        assert ring_size(window) * (256 * 64 + 128) < (window - 1) * 2 * 2 * 64, window
+
+
 @pytest.mark.parametrize("new", range(1, STEP + 1))
 def test_a_ring_has_room_for_a_window_and_a_step(new):
     for window in (1, 113, 114, 115, 128, 384, 1024):
@@ -120,22 +126,29 @@ def test_a_ring_has_room_for_a_window_and_a_step(new):
             assert columns <= pages_of_run(window, new) <= ring_size(window)
 
 
+@pytest.mark.parametrize("window", [WINDOW, WINDOW + 66])
 @pytest.mark.parametrize("static", [False, True])
-def test_the_last_step_can_be_dropped(static):
-    caches = pair(max_seqlen=4000 if static else None)
+def test_the_last_step_can_be_dropped(static, window):
+    """As many tokens as the error names: more in a window that is a multiple of 128, and at least `STEP`."""
+    caches = pair(window, max_seqlen=4000 if static else None)
+    room = {WINDOW: 130, WINDOW + 66: STEP}[window]
+    assert caches[1].table.room == room
     given, at = inputs(2, 2000), 1000
-    append(caches, given, 0, at)
-    for new, dropped in ((16, 15), (16, 16), (1, 0), (5, 2), (16, 3), (16, 15)) * 8:
-        append(caches, given, at, at + new)
+    append(caches, given, 0, at, window)
+    for new, dropped in ((16, 15), (room, room), (1, 0), (5, 2), (room, room - 3), (STEP, STEP - 1)) * 8:
+        append(caches, given, at, at + new, window)
         at += new - dropped
         for cache in caches:
             cache.truncate(at)
-    with pytest.raises(RuntimeError, match=r"sequence 0 cannot go back to 500 tokens: .* 384 tokens before were used again.*reset"):
+    more = "use a growing one, or draft fewer tokens" if static else r"call activate_past_recording\(\)"
+    with pytest.raises(
+        RuntimeError, match=rf"cannot go back to 500 tokens: .* {window} tokens before .*reset.* up to {room} tokens.*{more}"
+    ):
         caches[1].truncate(500)
     assert caches[1].lengths == (at, at)  # nothing was changed
     for cache in caches:
         cache.reset()
-    append(caches, given, 0, 700)
+    append(caches, given, 0, 700, window)
 
 
 def test_recorded_tokens_can_be_dropped():
@@ -203,6 +216,33 @@ def test_files(tmp_path, length, static):
     loaded = PagedKVCache.load(path, max_seqlen=1300 if static else None)
     assert loaded.window == WINDOW and loaded.lengths == (length, length)
     append((caches[0], loaded), [x[[2, 0]] for x in given], length, 1300)
+
+
+def test_a_file_after_a_dropped_draft(tmp_path):
+    """The draft has used the oldest page again. The loaded cache knows it, although no token of the draft is left."""
+    caches, path = pair(), tmp_path / "window.safetensors"
+    append(caches, inputs(2, 641), 0, 641)
+    for cache in caches:
+        cache.truncate(520)
+    caches[1].save(path)
+    loaded = PagedKVCache.load(path)
+    for ring in (caches[1], loaded):
+        with pytest.raises(RuntimeError, match="sequence 0 cannot go back to 500 tokens"):
+            ring.truncate(500)
+    for cache in (*caches, loaded):
+        cache.truncate(511)
+    append((caches[0], loaded), inputs(2, 800, 1), 0, 800)
+
+
+def test_read_after_a_dropped_draft():
+    """The page of the first token of the window was used again. No later query sees this token."""
+    caches = pair(1)
+    append(caches, inputs(2, 258), 0, 258, 1)
+    for cache in caches:
+        cache.truncate(256 - 128)
+    assert held(caches[1]).shape[1] == 0
+    append(caches, inputs(2, 10), 0, 10, 1)
+    assert torch.equal(held(caches[1]), held(caches[0])[:, -1:])
 
 
 def test_a_deep_copy_goes_on():

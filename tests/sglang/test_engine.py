@@ -1,9 +1,10 @@
 """SGLang engines with the plugin, on a CPU: answers beside those of BF16, and equal ones whatever SGLang does. An engine takes a minute.
 
-Docstrings have what was measured. The limits (`check_near_ties`) are those of vLLM, where defects were planted.
+Docstrings have what was measured. The limits (`check_near_ties`) are those of vLLM. Planted defects are outside of them.
 """
 
 import json
+import os
 from itertools import chain
 
 import pytest
@@ -15,6 +16,8 @@ pytest.importorskip("sglang")
 from fp8attn.integrations.sglang.options import VARIABLE
 from tests.integrations.engine.models import qwen2
 from tests.sglang.engines import answers
+from tests.sglang.planted import sitecustomize as planted
+from tests.sglang.planted.sitecustomize import KEYS, NOT_ROUNDED, OWN_TOKEN, VALUES
 from tests.support.answers import PROMPTS
 from tests.support.near_ties import check_near_ties, differences
 
@@ -67,6 +70,15 @@ def test_other_steps(plain, way):
     Measured, answers that are equal, nats, and at most where one flips: 17, 0.0040 and 0.06 (chunks; 19, 0.0012 and 0.06 in BF16), 14,
     0.0039 and 0.38 (mixed), 20 and 0.0001 (little memory), 12, 0.0089 and 0.25 (two processes)."""
     check_near_ties(answers(way), plain)
+
+
+@pytest.mark.parametrize("defect", [OWN_TOKEN, KEYS, VALUES, NOT_ROUNDED])
+def test_planted_defects_are_found(plain, defect):
+    """In each process of the engine (`planted/sitecustomize.py`). The check must fail."""
+    path = os.pathsep.join([os.path.dirname(planted.__file__), os.environ.get("PYTHONPATH", "")])
+    found = answers("plain", {"PLANTED": defect, "PYTHONPATH": path})
+    with pytest.raises(AssertionError):
+        check_near_ties(found, plain)
 
 
 def logprobs_of(model, prompts):

@@ -11,12 +11,14 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor import pool_configurator
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from transformers import DeepseekV2Config, LlamaConfig
 
 from fp8attn import UsageError
 from fp8attn.formats.page_layout import PageLayout
+from fp8attn.integrations.sglang import supported_graphs
 from fp8attn.integrations.sglang.pool import FP8PagePool
 from tests.support.answers import MODEL
 
@@ -62,6 +64,18 @@ def test_other_backends_are_left_alone():
 def test_what_is_refused_before_the_start(options, reason):
     with pytest.raises(UsageError, match=f"fp8attn cannot serve this model: .*{reason}"):
         resolved(**options)
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full"), ("disabled", "disabled")])
+def test_graphs_of_decodes_alone(caplog, decode, prefill):
+    """Those that one graph records whole. Warnings name what has not run and what is not supported."""
+    given = CudaGraphConfig.from_dict({"decode": {"backend": decode}, "prefill": {"backend": prefill}})
+    found = supported_graphs(given)
+    assert (found.decode.backend, found.prefill.backend) == ("full" if decode == "full" else "disabled", "disabled")
+    assert (given.decode.backend, given.prefill.backend) == (decode, prefill)
+    assert ("have never run on a GPU" in caplog.text) == (decode == "full")
+    for phase, backend, stays in (("decode", decode, decode != "breakable"), ("prefill", prefill, prefill == "disabled")):
+        assert (f"CUDA graphs of the form {backend} are disabled for {phase}" in caplog.text) == (not stays)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,17 @@ from ..pages import KVPages
 from ..scales import LayerScales
 from .page_table import Change, PageTable, num_pages_of
 
-STEP = 16  # new tokens of a sequence that a ring has room for beside its window
+# New tokens of a sequence that a ring has room for beside its window: also a draft, all of which is dropped. transformers drafts 20 tokens
+# by default, and verifies them with one more. In windows that are multiples of 128 a ring of 16 would be as large, and has room for 130.
+STEP = 64
 # Tokens of a window from which on its pages are smaller than the window in 16 bits: 84% of it, and half of long ones.
 SHORTEST_WINDOW = 384
 LOST = (
     "sequence {seq} cannot go back to {length} tokens: the pages of the {window} tokens before were used again. Drop all tokens (reset) or "
-    "only those of the last step, of up to {step} tokens; FP8Cache: call activate_past_recording() before tokens that may be cropped"
+    "only those of the last step, of up to {room} tokens. {more}"
 )
+_STATIC = "A static cache never keeps more: use a growing one, or draft fewer tokens"
+_GROWING = "FP8Cache: call activate_past_recording() before tokens that may be cropped"
 
 
 def pages_of_run(window: int, new: int) -> int:
@@ -74,8 +78,15 @@ class RingTable(PageTable):
         """Columns of the page table."""
         return self.page_table.shape[1]
 
+    @property
+    def room(self) -> int:
+        """New tokens of a sequence for which a ring has room beside its window: any number of those written last can be dropped."""
+        return (self.size - 1) * PAGE_SIZE - self.window + 2
+
     def pages_of(self, seq: int) -> list[int]:
-        return [seq * self.size + column % self.size for column in range(num_pages_of(self.lengths[seq]))]
+        # Pages that were used again, also by tokens that were dropped since, have the name of a page that is there: `fill` stops at it.
+        columns = range(num_pages_of(self.lengths[seq]))
+        return [seq * self.size + max(column, self.intact[seq]) % self.size for column in columns]
 
     def record(self, recording: bool) -> None:
         """Keep every token from now on until the next `truncate`, or no longer do so. Static rings never become larger."""
@@ -154,7 +165,8 @@ class RingTable(PageTable):
         """Raise RuntimeError if a sequence cannot go back to so many tokens, because the window before them is lost."""
         for seq, (length, intact) in enumerate(zip(lengths, self.intact, strict=True)):
             if length and self._first_seen(length) < intact:
-                raise RuntimeError(LOST.format(seq=seq, length=length, window=self.window, step=STEP))
+                more = _GROWING if self.grows else _STATIC
+                raise RuntimeError(LOST.format(seq=seq, length=length, window=self.window, room=self.room, more=more))
 
     def select(self, chosen: list[int]) -> None:
         """Replace the sequences with the `chosen` ones. Their pages are copied by the caller (`pages_at`)."""
@@ -208,6 +220,10 @@ class RingTable(PageTable):
     def sync(self) -> None:
         super().sync()
         self._note_written()
+
+    def first_held(self, seq: int, length: int) -> int:
+        """The first of the last tokens of a sequence of `length`, at most a window of them, whose pages were not used again."""
+        return max(0, length - self.window, min(self.intact[seq], self._first_seen(length)) * PAGE_SIZE)
 
     def _first_seen(self, length: int) -> int:
         """The first column that a query at position `length` sees."""

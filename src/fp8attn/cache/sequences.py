@@ -165,7 +165,8 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as many as the window has.
+        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as many as the window has,
+        or one less after others were dropped. (The next query sees one less.)
 
         Returns:
             K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
@@ -177,7 +178,7 @@ class Sequences:
         length = self.lengths[seq]
         if step is not None and step.before is not None and layer not in step.pages:  # its append of this step is still to come
             length = step.before[seq]
-        return pages.read(seq, length, dtype, 0 if self.window is None else max(0, length - self.window))
+        return pages.read(seq, length, dtype, self.table.first_held(seq, length) if isinstance(self.table, RingTable) else 0)
 
     # Moving sequences
 

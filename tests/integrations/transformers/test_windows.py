@@ -130,7 +130,9 @@ def test_crop(length):
     logits(model, short, (600,))
     cache.crop(-15)
     close(logits(model, cache, (40,), begin=601), logits(model, short, (1, 40), begin=600)[:, 1:], 1e-3)
-    with pytest.raises(RuntimeError, match=r"cannot go back to 301 tokens.*activate_past_recording\(\)"):
+    with pytest.raises(
+        RuntimeError, match="cannot go back to 301 tokens.*" + (r"activate_past_recording\(\)" if length is None else "use a growing one")
+    ):
         cache.crop(-340)
     assert int(cache.get_seq_length()) == 641  # no layer was changed
     cache.crop(-641)
@@ -231,9 +233,9 @@ def test_an_interrupted_forward(monkeypatch):
 # Generation
 
 
-def generated(model, cache, **options):
-    config = GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
-    return model.generate(ids(1, 450), past_key_values=cache, generation_config=config)[:, 450:]
+def generated(model, cache, assistant=None, **options):
+    config = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    return model.generate(ids(1, 450), past_key_values=cache, generation_config=config, assistant_model=assistant)[:, 450:]
 
 
 @pytest.mark.slow
@@ -247,6 +249,62 @@ def test_generate(family):
     assert torch.equal(generated(model, FP8Cache(model), prompt_lookup_num_tokens=24), greedy)
     beams = [generated(model, FP8Cache(model, max_cache_len=length), num_beams=2) for length in (None, 512)]
     assert torch.equal(*beams)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [None, 550])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_drafts(family, length):
+    """Prompt lookup and assisted decoding, with drafts as long as transformers' default (20), and longer: the greedy tokens, after a prompt
+    that is longer than the window. (Prompt lookup drafts past the last token that `generate` keeps, so a static cache is longer.)"""
+    model = windowed(family)
+    greedy = generated(model, FP8Cache(model, max_cache_len=length))
+    for options in ({"prompt_lookup_num_tokens": 10}, {"prompt_lookup_num_tokens": 40, "max_matching_ngram_size": 1}):
+        assert torch.equal(generated(model, FP8Cache(model, max_cache_len=length), **options), greedy)
+    assistant = copy.deepcopy(model)  # whose drafts are wrong
+    assistant.lm_head.register_forward_hook(lambda module, args, logits: -logits)
+    assistant.set_attn_implementation("sdpa")
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    cache, cropped = FP8Cache(model, max_cache_len=length), []
+    crop = cache.crop
+    cache.crop = lambda n: (cropped.append(-int(n)), crop(n))
+    assert torch.equal(generated(model, cache, assistant=assistant), greedy)
+    assert max(cropped) == 20, cropped
+
+
+@torch.no_grad()
+def test_a_draft_that_a_static_ring_has_no_room_for():
+    """Refused with the reason, and the cache goes on."""
+    model = windowed()
+    cache, want = FP8Cache(model, max_cache_len=1000), FP8Cache(model, max_cache_len=1000)
+    tokens = ids(2, 1000)
+    for each in (cache, want):
+        logits(model, each, (600,), tokens=tokens)
+        each.activate_past_recording()
+        logits(model, each, (200,), begin=600, tokens=tokens)
+    with pytest.raises(
+        RuntimeError, match=r"cannot go back to 610 tokens.*up to 130 tokens\. A static cache never keeps more: use a growing one"
+    ):
+        cache.crop(-190)
+    assert int(cache.get_seq_length()) == 800
+    assert torch.equal(logits(model, cache, (50,), begin=800, tokens=tokens), logits(model, want, (50,), begin=800, tokens=tokens))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("padding", [0, 30])
+def test_16_bit_layers_beside_static_windows_under_other_attention(family, implementation, padding):
+    """Dequantized K and V of a static window begin with token 0, those of transformers' static layers in 16 bits with the window: masks of
+    one size cannot serve both."""
+    model = windowed(family, num_hidden_layers=3)
+    with using(model, "eager"):
+        exact = logits(model, DynamicCache(config=model.config), padding=padding)[:, padding:]
+    for skipped in ((0,), (2,)):
+        want = logits(model, FP8Cache(model, skip_layers=skipped, max_cache_len=LENGTH), padding=padding)[:, padding:]
+        assert 1e-4 < relative_error(want, exact) < 0.02
+        cache = FP8Cache(model, skip_layers=skipped, max_cache_len=LENGTH)
+        with using(model, implementation), pytest.warns(UserWarning, match="dequantizes"):
+            close(logits(model, cache, padding=padding)[:, padding:], want, 5e-3)
 
 
 @pytest.mark.slow

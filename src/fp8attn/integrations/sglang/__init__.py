@@ -13,6 +13,7 @@ allocator is a page of fp8attn for each KV head: one run of bytes that depends o
 | `pool.py` | the pages of all layers, and the bytes of a token |
 | `layers.py` | SGLang's attention layers as layers of `integrations/engine` |
 | `backend.py` | the attention backend: the sequences of a step, then append and attention |
+| `graphs.py` | steps of decodes in memory that CUDA graphs read |
 
 Importing this module, `options.py` or `refused.py` does not import SGLang.
 """
@@ -81,9 +82,8 @@ def _make_backend(runner: Any) -> Any:
 
 
 def _set_what_pages_need(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its options: pages of 128 tokens if the user has chosen none, and no CUDA graphs."""
+    """While SGLang resolves its options: pages of 128 tokens if the user has chosen none, and no CUDA graphs of prompts."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     previous(server_args)
     options = resolved_view(server_args)
@@ -91,12 +91,21 @@ def _set_what_pages_need(server_args: Any, previous: Callable[[Any], None]) -> N
         return
     if options.page_size is None:
         declare_resolution(server_args, NAME, page_size=PAGE_SIZE)
-    graphs = options.cuda_graph_config
-    if graphs is not None and {graphs.decode.backend, graphs.prefill.backend} != {Backend.DISABLED}:
-        logger.warning("fp8attn: CUDA graphs are disabled, because fp8attn does not support them in SGLang")
-        for phase in (Phase.DECODE, Phase.PREFILL):
-            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    if options.cuda_graph_config is not None and (graphs := supported_graphs(options.cuda_graph_config)) != options.cuda_graph_config:
         declare_resolution(server_args, NAME, cuda_graph_config=graphs)
+
+
+def supported_graphs(graphs: Any) -> Any:
+    """SGLang's options of CUDA graphs without those that fp8attn does not support, which a warning names."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    if graphs.decode.backend == Backend.FULL:
+        logger.warning("fp8attn: its CUDA graphs of decodes have never run on a GPU in SGLang; --disable-decode-cuda-graph is without them")
+    for phase, supported in ((Phase.DECODE, (Backend.FULL, Backend.DISABLED)), (Phase.PREFILL, (Backend.DISABLED,))):
+        if (backend := graphs[phase].backend) not in supported:
+            logger.warning(f"fp8attn: CUDA graphs of the form {backend} are disabled for {phase}: fp8attn does not support them in SGLang")
+            graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    return graphs
 
 
 def _refuse(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -12,6 +12,7 @@ from ...errors import UsageError
 from ...formats.page_layout import PAGE_SIZE
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
+from .graphs import GraphSteps
 from .layers import engine_layers
 from .options import options_of
 
@@ -30,6 +31,7 @@ class FP8AttentionBackend(AttentionBackend):
         self.req_to_token = runner.req_to_token_pool.req_to_token  # [max_requests, max_tokens], the slot of each token of a request
         self.layers = engine_layers(runner, options_of())
         self.forward_metadata: Step | None = None
+        self.graphs: GraphSteps | None = None
         device = torch.device(runner.device)
         if device.type == "cpu":
             logger.warning("fp8attn: on a CPU attention runs in fp8attn's backend reference, which is slow and made for tests")
@@ -57,12 +59,16 @@ class FP8AttentionBackend(AttentionBackend):
             raise UsageError(f"fp8attn does not support SGLang's steps of the form {mode.name}")
         longest = int(forward_batch.seq_lens_cpu.max())
         columns = -(-longest // PAGE_SIZE)
-        slots = self.req_to_token[:, : columns * PAGE_SIZE : PAGE_SIZE].index_select(0, forward_batch.req_pool_indices)
-        table = (slots // PAGE_SIZE).to(torch.int32)
+        table = self._table(forward_batch.req_pool_indices, columns)
         self.forward_metadata = step_of(
             lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens, max_seqlen=max_seqlen,
             longest=longest,
         )  # fmt: skip
+
+    def _table(self, requests: torch.Tensor, columns: int) -> torch.Tensor:
+        """The first pages of requests, `[num_seqs, columns]` int32."""
+        slots = self.req_to_token[:, : columns * PAGE_SIZE : PAGE_SIZE].index_select(0, requests)
+        return (slots // PAGE_SIZE).to(torch.int32)
 
     def _forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
@@ -88,7 +94,20 @@ class FP8AttentionBackend(AttentionBackend):
 
     forward_extend = forward_decode = _forward
 
-    # CUDA graphs, which `_set_what_pages_need` has disabled
+    # CUDA graphs of decodes. SGLang's runner calls `init_cuda_graph_state` once, and `init_forward_metadata_out_graph` before it records a
+    # graph and before each replay. Graphs of prompts are disabled (`supported_graphs`).
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        raise UsageError("fp8attn does not support CUDA graphs in SGLang: pass --disable-decode-cuda-graph --disable-prefill-cuda-graph")
+        self.graphs = GraphSteps(max_bs, -(-self.req_to_token.shape[1] // PAGE_SIZE), self.req_to_token.device)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # of requests that pad a graph; `GraphSteps.write` gives them no tokens
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Write the sequences of a step where its graph reads them. `seq_lens` and `req_pool_indices` have the graph's padding."""
+        if not (mode := forward_batch.forward_mode).is_decode():
+            raise UsageError(f"fp8attn does not support CUDA graphs of SGLang's steps of the form {mode.name}")
+        assert self.graphs is not None, "call init_cuda_graph_state first"
+        padding = len(forward_batch.seq_lens) if in_capture else forward_batch.num_padding  # nothing is written while a graph is recorded
+        table = self._table(forward_batch.req_pool_indices, self.graphs.page_table.shape[1])
+        self.forward_metadata = self.graphs.write(forward_batch.seq_lens, table, padding)

@@ -110,6 +110,10 @@ def make_layers(
             "Use transformers' own cache "
             "(DynamicCache(config=model.config))"
         )
+    for group in groups.values():
+        group.beside_plain = max_cache_len is not None and any(
+            getattr(x, "is_sliding", False) for x in layers if not isinstance(x, FP8Layer)
+        )
     return layers, list(groups.values())
 
 

@@ -49,6 +49,7 @@ class FP8Layers:
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
+        self.beside_plain = False  # whether a static window is in 16 bits, too: masks have the size of its K and V
         self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
         self.recording = False
 
@@ -287,6 +288,8 @@ class FP8Layer(CacheLayerMixin):
                 f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
                 stacklevel=2,
             )
+        if seen is not None and shared.beside_plain:
+            length, seen = self._as_plain(paged.lengths[0], seen)
         dtype = key_states.dtype
         return dequantize(pages, "k", length, dtype, seen), dequantize(pages, "v", length, dtype, seen)
 
@@ -329,8 +332,9 @@ class FP8Layer(CacheLayerMixin):
 class FP8SlidingLayer(FP8Layer):
     """A layer with a sliding window, whose pages are used again (`cache.ring`).
 
-    `generate` may crop the tokens of its last forward, up to 16 of them; more after `activate_past_recording`, which assisted decoding
-    calls: then the growing form keeps all tokens until the next crop, as transformers' own layers do.
+    `generate` may crop the tokens of its last forward, up to 64 of them (`cache.ring.STEP`; 130 if the window is a multiple of 128).
+    transformers drafts 20 tokens by default, and as many as it is told to. After `activate_past_recording`, which assisted decoding calls,
+    the growing form keeps all tokens until the next crop, as transformers' own layers do.
     """
 
     is_sliding = True
@@ -354,6 +358,12 @@ class FP8SlidingLayer(FP8Layer):
     def activate_past_recording(self) -> None:
         """Keep every token until the next crop."""
         self.record_past = True
+
+    def _as_plain(self, held: int, seen: Seen) -> tuple[int, Seen]:
+        """How many tokens transformers' `StaticSlidingWindowLayer` returns after an update, and that they are the last ones, of `held`."""
+        window = min(self.sliding_window, self.get_max_length())
+        length = window - 1 + seen.queries if held - seen.queries >= window else max(held, window)
+        return length, seen._replace(last=True)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
