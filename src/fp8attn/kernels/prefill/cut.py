@@ -46,6 +46,7 @@ SHAPES = {
     128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
+INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}  # of `AttentionParams.batch_invariant`: one for any problem
 PART = 8  # the smallest number of tiles in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
 EXACT = 1.7  # the time of a tile with Q and P multiplied twice, divided by its time without (measured)
