@@ -10,7 +10,10 @@ from fp8attn.scales import LayerScales
 
 HEADS, GROUP, D = 2, 3, 64
 LENGTH = 300
-BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled here"))]
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled here")),
+]
 OPTIONS = {"plain": {}, "window": {"window": 100}, "sinks, softcap": {"softcap": 20.0}}
 
 
@@ -69,7 +72,7 @@ def test_chunks_of_whole_pages_need_no_calibrated_scales(backend):
 def test_a_growing_scale_is_not_invariant():
     """Why other chunks need calibrated scales: a page's later token changes what an earlier step has seen."""
     cache = PagedKVCache(HEADS, D, backend="reference")
-    q, k, v = (x[0, :2] for x in tokens([0]))
+    _, k, v = (x[0, :2] for x in tokens([0]))
     k = k * torch.tensor([1.0, 9.0])[:, None, None].bfloat16()
     cache.append(0, k[:1], v[:1])
     before = cache.pages(0).k_scale.clone()

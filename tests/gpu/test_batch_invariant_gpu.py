@@ -27,7 +27,8 @@ OPTIONS = {
 }  # fmt: skip
 CASES = [
     *((head_dim, keys, "plain", "hopper") for head_dim in (64, 128, 256) for keys in ("int8", "e4m3")),
-    *((128, "int8", name, "hopper") for name in OPTIONS if name != "plain"), (64, "e4m3", "window", "hopper"), (128, "e4m3", "leftpad", "hopper"),
+    *((128, "int8", name, "hopper") for name in OPTIONS if name != "plain"),
+    (64, "e4m3", "window", "hopper"), (128, "e4m3", "leftpad", "hopper"),
     (128, "int8", "plain", "triton"), (64, "e4m3", "window", "triton"),
 ]  # fmt: skip
 
@@ -48,7 +49,9 @@ class Calls:
 
     def held(self, seqs: list[int], ends: list[int]) -> KVPages:
         """Sequences that have only their first keys."""
-        return replace(self.pages, page_table=self.pages.page_table[seqs].clone(), cache_seqlens=torch.tensor(ends, dtype=torch.int32, device=CUDA))
+        return replace(
+            self.pages, page_table=self.pages.page_table[seqs].clone(), cache_seqlens=torch.tensor(ends, dtype=torch.int32, device=CUDA)
+        )
 
     def options(self, seqs: list[int], counts: list[int], ragged: bool) -> dict:
         given = self.given | {"batch_invariant": True, "return_lse": True}

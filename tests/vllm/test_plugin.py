@@ -15,13 +15,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from fp8attn import UsageError
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_invariance, unsupported_layer, unsupported_on_cpu
-from tests.vllm.layers import HEADS, PLAIN, D, connected
+from tests.vllm.layers import HEADS, PLAIN, D, connected, layer_impl
 
 
 def path_in_a_new_process(pickled, answer):

@@ -13,4 +13,4 @@ pytestmark = pytest.mark.slow
 def test_a_query_has_the_same_bits(case):
     """Beside other sequences, in a chunk whose blocks begin elsewhere, alone; where rows beside it are multiplied twice and it is not."""
     found = compiling.call("tests.kernels.prefill.run_batch_invariant", "emulate_case", case)
-    assert found == {what: 0 for what in found} | {"case": case, "nan": False}, found
+    assert found == dict.fromkeys(found, 0) | {"case": case, "nan": False}, found

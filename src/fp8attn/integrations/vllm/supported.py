@@ -86,10 +86,10 @@ def unsupported_invariance(options: Options, window: int | None) -> str | None:
         return None
     asked = "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch"
     if not options.static_scales:
+        option = '--additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": true}}\''
         return (
             f"{asked}, and the scale of a page that is being filled can grow after a step has attended over it. Other requests change "
-            'where the chunks of a prompt end, so pass calibrated scales: --additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": '
-            "true}}'"
+            f"where the chunks of a prompt end, so pass calibrated scales: {option}"
         )
     if window is not None:
         return f"{asked}, and layers with a window have no static scales here; leave out VLLM_BATCH_INVARIANT"
