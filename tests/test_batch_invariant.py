@@ -89,3 +89,23 @@ def test_ragged_batches_have_the_same_bits(backend):
     ragged = [torch.cat([x[0], x[1, :70]]) for x in (q, k, v)]
     cache.append(0, *ragged[1:], lengths=counts)
     assert torch.equal(cache.attention(0, ragged[0], batch_invariant=True)[:LENGTH], whole)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_of_transformers_passes_it_on(static, monkeypatch):
+    """The bits of a model also depend on its own matrix products, so this looks at the call."""
+    transformers = pytest.importorskip("transformers")
+    from fp8attn.integrations.transformers import FP8Cache
+    from fp8attn.integrations.transformers import attention as attention_module
+    from tests.support.transformers_models import make, prompt
+
+    assert transformers
+    given, attend = [], attention_module.ops.attention
+    monkeypatch.setattr(attention_module.ops, "attention", lambda *a, **k: (given.append(k["batch_invariant"]), attend(*a, **k))[1])
+    model = make()
+    for wanted in (True, False):
+        cache = FP8Cache(model, batch_invariant=wanted, max_cache_len=160 if static else None)
+        with torch.no_grad():
+            model(prompt(), past_key_values=cache)
+        assert given and set(given) == {wanted}
+        given.clear()
