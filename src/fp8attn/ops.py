@@ -101,8 +101,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., exact: bool = ..., out: torch.Tensor | None = ...,
-    backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
+    out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[True], exact: bool = ..., out: torch.Tensor | None = ...,
-    backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
+    out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -121,8 +121,8 @@ def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
     leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: bool, exact: bool = ..., out: torch.Tensor | None = ...,
-    backend: BackendName = ...,
+    rope_interleaved: bool = ..., return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
+    out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
@@ -143,6 +143,7 @@ def attention(
     rope_interleaved: bool = False,
     return_lse: bool = False,
     exact: bool = False,
+    batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -197,10 +198,13 @@ def attention(
     if not (
         (causal is True or causal is False)
         and (exact is False or exact is True)
+        and (batch_invariant is False or batch_invariant is True)
         and (return_lse is False or return_lse is True)
         and (rope_interleaved is False or rope_interleaved is True)
     ):
-        check_flags(causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact)
+        check_flags(
+            causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant
+        )  # fmt: skip
     if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
         raise ValueError(
             f"window is an int, the number of keys that a causal query sees, so it needs causal=True and window >= 1; got {causal=}, "
@@ -225,8 +229,8 @@ def attention(
         _check_out(out, q)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope, return_lse, exact
-    )
+        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope, return_lse, exact, batch_invariant
+    )  # fmt: skip
     if direct:
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
         found = find(backend, q.device, q.dtype)

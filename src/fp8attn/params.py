@@ -15,7 +15,8 @@ BACKENDS: tuple[BackendName, ...] = ("hopper", "triton", "reference")
 DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
 
 
-AttentionOption = Literal["window", "softcap", "sinks", "exact"]  # what a layer's attention may have that changes its kernels
+# What a layer's attention may have that changes its kernels.
+AttentionOption = Literal["window", "softcap", "sinks", "exact", "batch_invariant"]
 
 
 def options_of(**given: object) -> frozenset[AttentionOption]:
@@ -47,6 +48,8 @@ class AttentionParams(NamedTuple):
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
         exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
+        batch_invariant: the result of a query has the same bits whatever the number and lengths of the sequences, the number of queries of
+            its sequence, and the number of keys that it does not see, over the same bytes. It takes longer, most of all with few queries.
     """
 
     cu_seqlens_q: torch.Tensor | None
@@ -60,6 +63,7 @@ class AttentionParams(NamedTuple):
     rope: Rope | None = None
     return_lse: bool = False
     exact: bool = False
+    batch_invariant: bool = False
 
 
 class Append(NamedTuple):

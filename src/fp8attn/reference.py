@@ -177,9 +177,16 @@ def attention(
         # Of a ring, pages left of the window belong to other tokens.
         first = max(0, length - q_len - window + 1) // PAGE_SIZE * PAGE_SIZE if window else 0
         k, v = (x.transpose(0, 1) for x in pages.read(seq, length, compute_dtype, first))  # [Hkv, S, D]
-        key = torch.arange(first, length, device=q.device)
-        for start in range(0, q_len, QUERY_BLOCK):
-            rows = slice(bounds[seq] + start, bounds[seq] + min(start + QUERY_BLOCK, q_len))
+        all_keys = k, v, torch.arange(first, length, device=q.device)
+        size = 1 if params.batch_invariant else QUERY_BLOCK
+        for start in range(0, q_len, size):
+            rows = slice(bounds[seq] + start, bounds[seq] + min(start + size, q_len))
+            k, v, key = all_keys
+            if params.batch_invariant:  # the bits of a matrix product depend on its shape
+                end = length - q_len + start + 1 if params.causal else length
+                left = max(first, skipped[seq], end - window if window else 0)
+                its = slice(left - first, max(left, end) - first)
+                k, v, key = k[:, its], v[:, its], key[its]
             block = q[rows].to(compute_dtype).unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [Hkv, G, S, D]
             scores = _product(block.flatten(1, 2), k.transpose(1, 2)) * params.softmax_scale
             if softcap:

@@ -15,13 +15,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from fp8attn import UsageError
 from fp8attn.formats.page_layout import PageLayout
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_layer, unsupported_on_cpu
-from tests.vllm.layers import HEADS, PLAIN, D, connected
+from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_invariance, unsupported_layer, unsupported_on_cpu
+from tests.vllm.layers import HEADS, PLAIN, D, connected, layer_impl
 
 
 def path_in_a_new_process(pickled, answer):
@@ -114,6 +115,22 @@ def test_sleep_mode_is_refused_where_it_loses_something():
     assert unsupported_config(good(), Options("file", static_scales=True)) is None
     offloading = good(enable_sleep_mode=True, kv_transfer_config=connected("OffloadingConnector"))
     assert unsupported_config(offloading, Options()) is None
+
+
+def test_batch_invariance_is_vllm_s_switch(monkeypatch, file_of_scales):
+    """A page's own scale can grow after a step has attended over it, and windows have no other."""
+    assert FP8AttentionBackend.supports_batch_invariance()
+    static = Options("file", static_scales=True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert unsupported_invariance(Options(), 128) is None
+    given = {"fp8attn": {"scales": file_of_scales, "static_scales": True}}
+    assert not layer_impl(monkeypatch, given)[0].engine_layer.batch_invariant
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert unsupported_invariance(static, None) is None
+    assert "static_scales" in unsupported_invariance(Options(), None) and "window" in unsupported_invariance(static, 128)
+    assert layer_impl(monkeypatch, given)[0].engine_layer.batch_invariant
+    with pytest.raises(UsageError, match="VLLM_BATCH_INVARIANT=1 asks for"):
+        layer_impl(monkeypatch, {})
 
 
 @pytest.mark.parametrize(

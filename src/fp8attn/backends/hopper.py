@@ -19,7 +19,7 @@ from .writer import Writer
 
 class Hopper(Writer):
     """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many, whose speed
-    arithmetic limits; it rounds them to 8 bits."""
+    arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all."""
 
     name: BackendName = "hopper"
 
@@ -43,10 +43,15 @@ class Hopper(Writer):
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
+        invariant = params.batch_invariant
+        if not invariant and params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
             return attend_tokens(self._decode.decode_attention, self.rope, q, pages, params, out)
-        if not pages.page_table.shape[0]:  # no sequence
+        if not pages.page_table.shape[0] or not params.max_seqlen_q:  # no sequence has a query
             return empty_rows(q, out)
+        if invariant and q.dim() == 3 and self._prefill.packs(params):
+            if params.rope is not None:
+                q, params = rotated(self.rope, q, params)
+            return self._prefill.packed_attention(q, pages, params, out)
         if params.rope is not None and not self._prefill.takes_rope(params.rope):
             q, params = rotated(self.rope, q, params)
             new_keys = 0  # the launch before writes queries

@@ -160,7 +160,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: Literal[False] = ..., exact: bool = ...,
+        return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
     ) -> torch.Tensor: ...  # fmt: skip
 
     @overload
@@ -168,7 +168,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: Literal[True], exact: bool = ...,
+        return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     @overload
@@ -176,7 +176,7 @@ class PagedKVCache(Sequences):
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
         rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
-        return_lse: bool, exact: bool = ...,
+        return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
     def attention(
@@ -195,6 +195,7 @@ class PagedKVCache(Sequences):
         rope_interleaved: bool = False,
         return_lse: bool = False,
         exact: bool = False,
+        batch_invariant: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the queries of the last append over the layer's K and V.
 
@@ -203,8 +204,9 @@ class PagedKVCache(Sequences):
         Args:
             layer: the layer's number.
             q: `[T, num_q_heads, head_dim]`, the queries of the T tokens that the layer appended last, in the same order.
-            causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, exact:
-                as `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means that one.
+            causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, exact,
+                batch_invariant: as `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means
+                that one.
         Returns:
             `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]` float32.
         Raises:
@@ -229,12 +231,12 @@ class PagedKVCache(Sequences):
                 )
             cu_seqlens, longest = step.cu_seqlens, None if step.cu_seqlens is None else step.longest
             if layer not in self.ahead.attended:
-                options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact)
+                options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)
                 self.ahead.attend(self, layer, q, step, Attention(q.shape[1], options, causal, leftpad_k is not None))
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
             softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-            return_lse=return_lse, exact=exact, backend=self.backend,
+            return_lse=return_lse, exact=exact, batch_invariant=batch_invariant, backend=self.backend,
         )  # fmt: skip
 
     # Files

@@ -67,7 +67,8 @@ def warmup(
             of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
         overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
         attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a model whose
-            sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact).
+            sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact),
+            `"batch_invariant"` (instead of attention that is not).
         target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
             machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)

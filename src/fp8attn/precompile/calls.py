@@ -102,7 +102,7 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid."""
     # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not on the pages.
     most_few = 0
-    if layer.backend == "hopper":
+    if layer.backend == "hopper" and "batch_invariant" not in layer.attention:
         from ..kernels.decode import MAX_ROWS
 
         most_few = MAX_ROWS * layer.num_kv_heads // layer.num_q_heads
@@ -166,6 +166,7 @@ def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = 
             sinks=_empty(layer.num_q_heads, dtype=dtype) if "sinks" in layer.attention else None,
             leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
             exact="exact" in layer.attention,
+            batch_invariant="batch_invariant" in layer.attention,
         )
         load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
 

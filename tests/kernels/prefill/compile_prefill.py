@@ -72,6 +72,10 @@ CASES = (
         "d128-long-exact": {"head_dim": 128, "long": True, "exact": True},
         "d128-long-exact-no-lse": {"head_dim": 128, "long": True, "exact": True, "lse": False},
         "d256-exact": {"head_dim": 256, "exact": True},
+        "d64-invariant": {"head_dim": 64, "invariant": True},
+        "d128-long-invariant": {"head_dim": 128, "long": True, "invariant": True},
+        "d128-long-e4m3-invariant": {"head_dim": 128, "keys": "e4m3", "long": True, "invariant": True},
+        "d256-e4m3-invariant": {"head_dim": 256, "keys": "e4m3", "invariant": True},
         "d64-all": dict(head_dim=64, **EVERYTHING),
         "d128-all": dict(head_dim=128, **EVERYTHING),
         "d128-long-all": dict(head_dim=128, long=True, **EVERYTHING),
@@ -82,7 +86,7 @@ CASES = (
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
            long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False,
-           exact=False, new=False) -> Launch:  # fmt: skip
+           exact=False, new=False, invariant=False) -> Launch:  # fmt: skip
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
@@ -97,7 +101,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
             max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
             sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
             rope=None if tables is None else Rope(tables, tables, interleaved), return_lse=lse,
-            exact=exact,
+            exact=exact, batch_invariant=invariant,
         )  # fmt: skip
         prefill.prefill_attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params, new_keys=512 if new else 0)
         prefill.plan.make_prefill_plan.cache_clear()

@@ -29,6 +29,7 @@ class EngineLayer:
         softmax_scale: None: 1 / sqrt(head_dim).
         window, softcap, sinks: as `fp8attn.attention` takes them.
         writes: whether the layer writes its pages. Otherwise another layer does, with the same static state.
+        batch_invariant: as `fp8attn.attention` takes it.
         mark: of its pages (`marks.mark_of`), if other engines may bring some.
         number: the layer's index, for counts.
         name: of the layer, for errors.
@@ -48,6 +49,7 @@ class EngineLayer:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         writes: bool = True,
+        batch_invariant: bool = False,
         mark: int | None = None,
         number: int = 0,
         name: str = "",
@@ -55,6 +57,7 @@ class EngineLayer:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
         self.softmax_scale, self.window, self.softcap, self.sinks = softmax_scale, window, softcap, sinks
+        self.batch_invariant = batch_invariant
         stored_k_mean, v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
         self.overflows: OverflowCounts | None = None
         if options.count_overflows and writes:
@@ -141,8 +144,11 @@ class EngineLayer:
                     pages, k[tokens], v[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
                     static_scales=self.has_static_scales, overflows=None if self.overflows is None else self.overflows.tensors[0],
                 )  # fmt: skip
+            bounds, queries = part.cu_seqlens, q[tokens]
+            if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):
+                bounds = None  # one query of each sequence, which is faster without bounds
             ops.attention(
-                q[tokens], pages, cu_seqlens_q=part.cu_seqlens, max_seqlen_q=part.max_seqlen, softmax_scale=self.softmax_scale,
+                queries, pages, cu_seqlens_q=bounds, max_seqlen_q=part.max_seqlen, softmax_scale=self.softmax_scale,
                 window=self.window, softcap=self.softcap, sinks=self.sinks, exact=self.options.exact,
-                out=out[tokens],
+                batch_invariant=self.batch_invariant, out=out[tokens],
             )  # fmt: skip

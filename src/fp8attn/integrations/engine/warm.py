@@ -40,7 +40,9 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
 
 
 def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
-    return options_of(window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact)
+    return options_of(
+        window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact, batch_invariant=layer.batch_invariant
+    )  # fmt: skip
 
 
 @cache

@@ -125,7 +125,7 @@ def _attend_pages(
     batch, heads, length, head_dim = query.shape
     out = ops.attention(
         tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
-        leftpad_k=start, exact=key.exact, backend=key.backend,
+        leftpad_k=start, exact=key.exact, batch_invariant=key.batch_invariant, backend=key.backend,
     )  # fmt: skip
     return out.view(batch, length, heads, head_dim)
 

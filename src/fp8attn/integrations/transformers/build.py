@@ -50,7 +50,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 def make_layers(
     model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
-    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool, backend: BackendName,
+    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, count_overflows: bool, backend: BackendName,
 ) -> tuple[list[Any], list[FP8Layers]]:  # fmt: skip
     """The layers of a cache, without means from the model's weights, and what those in FP8 share, by shape and window. It checks all
     options.
@@ -95,7 +95,7 @@ def make_layers(
             )
         shape = spec.num_kv_heads, spec.head_dim, spec.window
         if shape not in groups:
-            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, count_overflows, backend, spec.window)
+            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, count_overflows, backend, spec.window)
         own = None if scales is None or spec.is_ring else scales.layer(index)
         if spec.is_ring:
             layers.append(FP8SlidingLayer(index, groups[shape], scales=None, rotate_keys=rotate_keys))

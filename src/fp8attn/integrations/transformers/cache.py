@@ -59,6 +59,8 @@ class FP8Cache(Cache):
         skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
             sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
         exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
+        batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The model's other
+            layers are not the cache's: their matrix products depend on the batch, unless they are replaced.
         count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: as `PagedKVCache` takes it.
     Raises:
@@ -77,11 +79,12 @@ class FP8Cache(Cache):
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
         exact: bool = False,
+        batch_invariant: bool = False,
         count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
         model = transformers_model(model)
-        self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend)
+        self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend)
         if free := [group for group in self.groups if scales is None or group.window is not None]:
             read_weights(model, free)
         if max_cache_len is not None and model.device.type != "meta":
@@ -91,12 +94,12 @@ class FP8Cache(Cache):
 
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
-        skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool, count_overflows: bool,
-        backend: BackendName,
+        skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool,
+        batch_invariant: bool, count_overflows: bool, backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
         layers, groups = make_layers(
-            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, count_overflows, backend
+            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend
         )  # fmt: skip
         super().__init__(layers=layers)
         self.groups = groups
@@ -132,6 +135,7 @@ class FP8Cache(Cache):
         max_cache_len: int | None = None,
         device: torch.device | str | None = None,
         exact: bool = False,
+        batch_invariant: bool = False,
         backend: BackendName = "auto",
     ) -> FP8Cache:
         """Make a cache from a file of `save`, with the same bytes, format, means and calibrated scales.
@@ -140,7 +144,7 @@ class FP8Cache(Cache):
             path: the file. Only tensors and strings are read; nothing in it is executed.
             model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
             tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
-            max_cache_len, exact, backend: as `FP8Cache` takes them.
+            max_cache_len, exact, batch_invariant, backend: as `FP8Cache` takes them.
             device: the device of the pages. None: the model's, which must not be offloaded.
         Raises:
             UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
@@ -149,7 +153,7 @@ class FP8Cache(Cache):
 
         def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
             cache = cls.__new__(cls)  # means are in the file, so the model's weights are not read
-            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, False, backend)
+            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, False, backend)
             return cache
 
         return files.load(build, path, of, tokens, max_cache_len, device, backend)

@@ -40,12 +40,12 @@ class FP8Layers:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, count_overflows: bool,
-        backend: BackendName, window: int | None = None,
+        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, batch_invariant: bool,
+        count_overflows: bool, backend: BackendName, window: int | None = None,
     ) -> None:  # fmt: skip
         self.window = window
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
-        self.exact, self.count_overflows = exact, count_overflows
+        self.exact, self.batch_invariant, self.count_overflows = exact, batch_invariant, count_overflows
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
@@ -101,7 +101,10 @@ class FP8Layers:
 
     def _attention(self, batch: int) -> set[Attention]:
         """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
-        options = options_of(window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact)
+        options = options_of(
+            window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
         specs = layers_of(self.config)
         heads = {specs[layer.index].num_q_heads for layer in self.layers}
         return {
@@ -279,7 +282,7 @@ class FP8Layer(CacheLayerMixin):
         seen = None if shared.window is None else Seen(shared.window, key_states.shape[2], paged.max_seqlen is None)
         length = shared.length if seen is None or not seen.last else min(shared.length, seen.tokens)
         if shared.implementation == ATTN_IMPLEMENTATION:
-            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, seen
+            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, shared.batch_invariant, seen
             return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.

@@ -103,15 +103,16 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        seen: Seen | None = None,
+        batch_invariant: bool = False, seen: Seen | None = None,
     ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
         self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        seen: Seen | None = None,
+        batch_invariant: bool = False, seen: Seen | None = None,
     ) -> None:  # fmt: skip
-        self.which, self.backend, self.exact, self.pages, self.seen = which, backend, exact, pages, seen
+        self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
+        self.pages, self.seen = pages, seen
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
@@ -126,16 +127,18 @@ class PagedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
-        return names, (self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.seen)
+        return names, (
+            self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.seen
+        )  # fmt: skip
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> PagedTensor:
-        k, v, rotated, which, dtype, backend, exact, seen = context
+        k, v, rotated, which, dtype, *options = context
         form = KVFormat(outer_size[-1], codec_of(k), codec_of(v), rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
         pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], form)
-        return cls(pages, which, outer_size, dtype, backend, exact, seen)
+        return cls(pages, which, outer_size, dtype, *options)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method

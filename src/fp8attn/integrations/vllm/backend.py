@@ -56,6 +56,10 @@ class FP8AttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # VLLM_BATCH_INVARIANT=1; `supported` says with which options
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         return True  # a page has its own scales, so a checkpoint's are not needed
 

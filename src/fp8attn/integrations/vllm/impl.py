@@ -19,7 +19,7 @@ from .connectors import exchanges_blocks
 from .metadata import FP8AttentionMetadata
 from .options import layer_number, options_of
 from .specs import BACKEND_IS_ASKED, of_layer
-from .supported import unsupported_config, unsupported_layer
+from .supported import is_batch_invariant, unsupported_config, unsupported_invariance, unsupported_layer
 
 
 class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
@@ -46,7 +46,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
     ) -> None:
         config = get_current_vllm_config()
         self.options = options_of(config.additional_config)
-        reason = unsupported_config(config, self.options)
+        reason = unsupported_config(config, self.options) or unsupported_invariance(self.options, sliding_window)
         reason = reason or unsupported_layer(head_size, kv_cache_dtype, attn_type, alibi_slopes, others)
         if reason is not None:
             raise UsageError(f"fp8attn cannot serve this model: {reason}")
@@ -89,7 +89,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             self.num_heads, self.num_kv_heads, self.head_size, options=self.options, device=layer._k_scale.device,
             static=static_state(options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size),
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks, writes=self._target is None,
-            mark=mark, number=layer_number(layer.layer_name) or 0, name=layer.layer_name,
+            batch_invariant=is_batch_invariant(), mark=mark, number=layer_number(layer.layer_name) or 0, name=layer.layer_name,
         )  # fmt: skip
 
     def forward(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.v1.attention.backend import AttentionType
 
 from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
@@ -72,6 +73,27 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
         return f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out it or {what}"
     return unsupported_connector(config)
+
+
+def is_batch_invariant() -> bool:
+    """Whether vLLM was asked for answers that do not depend on the batch."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def unsupported_invariance(options: Options, window: int | None) -> str | None:
+    """Why the answers of a layer could depend on the batch although vLLM was asked for others, or None."""
+    if not is_batch_invariant():
+        return None
+    asked = "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch"
+    if not options.static_scales:
+        option = '--additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": true}}\''
+        return (
+            f"{asked}, and the scale of a page that is being filled can grow after a step has attended over it. Other requests change "
+            f"where the chunks of a prompt end, so pass calibrated scales: {option}"
+        )
+    if window is not None:
+        return f"{asked}, and layers with a window have no static scales here; leave out VLLM_BATCH_INVARIANT"
+    return None
 
 
 def _unsupported_hybrid(config: Any, options: Options) -> str | None:

@@ -26,7 +26,7 @@ from . import cut, plan
 from .kernel import prefill_kernel
 from .plan import make_prefill_plan, second_launch, tma_takes
 
-__all__ = ["cut", "plan", "prefill_attention", "takes_rope"]
+__all__ = ["cut", "packed_attention", "packs", "plan", "prefill_attention", "takes_rope"]
 
 
 def prefill_attention(
@@ -83,7 +83,7 @@ def prefill_attention(
     if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
         q = q.clone(memory_format=torch.contiguous_format)
         new_keys = 0
-    if not (causal or window or return_lse or cu_seqlens_q is not None):
+    if not (causal or window or return_lse or cu_seqlens_q is not None or params.batch_invariant):
         last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
         if last:
             return _two_launches(q, pages, params, out, last), None
@@ -96,7 +96,8 @@ def prefill_attention(
         angles = cos.shape[-1], cos.stride(), interleaved
     queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, constants = make_prefill_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, angles, form.rotate, params.exact, q.dtype == FP8, return_lse,
+        window, softcap > 0, leftpad_k is not None, angles, form.rotate, params.exact, params.batch_invariant,
+        q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
         new_keys = 0
@@ -140,6 +141,30 @@ def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out:
         rope = params.rope and Rope(some(params.rope.cos, 3, part), some(params.rope.sin, 3, part), params.rope.interleaved)
         prefill_attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, rope=rope), some(out, 4, part))
     return out
+
+
+def packs(params: AttentionParams) -> bool:
+    """Whether `packed_attention` takes these options."""
+    # A sink belongs to a query head. A window's first tile is computed from positions, which packed rows have not.
+    return params.max_seqlen_q == 1 and params.cu_seqlens_q is None and not params.window and params.sinks is None
+
+
+def packed_attention(
+    q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`prefill_attention` of one query of every sequence, `[num_seqs, num_q_heads, head_dim]`, with the same bits.
+
+    The query heads of a KV head are rows of one item, which all see all keys. So their K and V are read once.
+    """
+    group = q.shape[1] // pages.num_kv_heads
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (-1, group)).transpose(1, 2)
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    params = params._replace(max_seqlen_q=group, causal=False)
+    _, lse = prefill_attention(packed(q), pages, params, packed(out))
+    return out, None if lse is None else lse.transpose(1, 2).flatten(1)
 
 
 def takes_rope(rope: Rope) -> bool:

@@ -36,15 +36,21 @@ class Shape:
         """The warpgroups share one copy of the instructions, if a partition may have so many warps: a power of two."""
         return 1 if self.warpgroups == 2 else self.warpgroups
 
+    def idle(self, rows: float) -> float:
+        """The share of the partitions that have none of the first `rows` rows of a block."""
+        return 1 - math.ceil(max(rows, 1) * self.partitions / self.rows) / self.partitions
+
 
 SHAPES = {
     64: (Shape(3, 1, 3, 0, 0, 160, 24),),
     128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
+INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}  # of `AttentionParams.batch_invariant`: one for any problem
 PART = 8  # the smallest number of tiles in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
 EXACT = 1.7  # the time of a tile with Q and P multiplied twice, divided by its time without (measured)
+PASSED_BY = 0.6  # the share of a tile's time that depends on the partitions with rows; the others pass by it (measured with one of three)
 Q8 = 0.5  # the time of an item without its tiles: with FP8 queries, divided by that with 16-bit queries, which it rounds (measured)
 LAUNCH = 5.0  # microseconds that a second launch costs
 GAIN = 0.98  # two launches are made if they take less than this share of the time of one
@@ -64,20 +70,22 @@ class Problem(NamedTuple):
     exact: bool = False  # Q and P are multiplied twice
     q8: bool = False  # queries are in FP8
 
-    def blocks(self, rows: int) -> list[tuple[float, float, float]]:
-        """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first.
+    def blocks(self, rows: int) -> list[tuple[float, float, float, float]]:
+        """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first; and the
+        rows of a block that are queries, or all of them if blocks differ.
 
         In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a first block that is
         half empty, and as many keys before their queries as that one.
         """
         most = -(-self.max_seqlen_q // rows)
         equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
-        groups = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows))]
+        queries = self.max_seqlen_q if equal and most == 1 else rows
+        groups = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows), queries)]
         if not equal:
             mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
             some = max(1.0, mean / rows + 0.5)
             tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
-            groups.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows)))
+            groups.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows), rows))
         return groups
 
     def _first(self, tiles: float, blocks: float, rows: int) -> float:
@@ -122,12 +130,13 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
     if problem.q8:
         item *= Q8
     items = work = longest = shortest = 0.0
-    for blocks, last, first in problem.blocks(shape.rows):
+    for blocks, last, first, rows in problem.blocks(shape.rows):
         count = problem.num_q_heads * blocks * splits
+        busy = tile * (1 - PASSED_BY * shape.idle(rows)) / splits
         items += count
-        work += count * (item + tile * (last + first) / 2 / splits)
-        longest = max(longest, item + tile * last / splits)
-        shortest = item + tile * first / splits
+        work += count * (item + busy * (last + first) / 2)
+        longest = max(longest, item + busy * last)
+        shortest = item + busy * first
     # Long items are first. So CTAs that wait for the end of the last item have just computed a short one.
     time = max(longest, (work + -items % sms * shortest) / sms)
     if splits > 1:

@@ -6,6 +6,7 @@ An item is the query rows of one head that the partitions multiply, over their t
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
+from .registers import FEW
 from .ring import number
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
@@ -55,6 +56,12 @@ class Rows:
         """The last key that each row sees."""
         row = gl.arange(0, self.q.shape[0], LAYOUT) + (self.first + ((1 - self.causal) << 30))
         return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)
+
+    @gluon.jit
+    def rest_of_few(self, rest):
+        """8 bits `[rows, N]`, with zeros in rows that do not see few keys."""
+        few = self.last_key(gl.SliceLayout(1, rest.type.layout)) < FEW
+        return gl.where(few[:, None], rest.to(gl.int8, bitcast=True), 0).to(rest.dtype, bitcast=True)
 
 
 @aggregate

@@ -6,14 +6,14 @@ from ..gluon import gl, gluon, mbarrier, send_wait
 from .epilogue import store_item
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
 from .queries import keep_rest, load_queries, rotate_rows
-from .registers import TILE
+from .registers import FEW, TILE
 from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
 
 # Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do not average out. The
-# numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys.
-FEW = gl.constexpr(256)
+# numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys. With
+# `PrefillOptions.batch_invariant` one number is for both, and the partition multiplies zeros for its rows that see more.
 FEW_IN_ALL = gl.constexpr(640)
 
 
@@ -43,7 +43,10 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         else:
             # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
             blind = all_last < 0
-        few = all_last < gl.where(causal > 0, FEW, FEW_IN_ALL)
+        if options.batch_invariant:  # noqa: SIM108 - at compile time
+            few = all_last < FEW
+        else:
+            few = all_last < gl.where(causal > 0, FEW, FEW_IN_ALL)
         if means.USES_K:
             k_mean = means.of_k(items, slot, options)
         else:
@@ -119,7 +122,7 @@ def twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options: gl.
     """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
     PARTITION: gl.constexpr = rows.PARTITION
     if queries.REST:
-        keep_rest(queries.rest.index(2 * PARTITION), raw, queries.signs, options)
+        keep_rest(queries.rest.index(2 * PARTITION), raw, queries.signs, rows, options)
     else:
         queries.release(PARTITION)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
     if options.width == 256:

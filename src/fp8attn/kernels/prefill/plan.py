@@ -14,7 +14,7 @@ from ..devices import chip
 from ..gluon import gl
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 from ..view import View
-from .cut import Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
+from .cut import INVARIANT, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .registers import ENDLESS, ROWS, TILE
 from .schedule import CLAIMS
 
@@ -40,6 +40,7 @@ class PrefillOptions(ConstexprFields):
     mask_left: bool  # keys on the left may be masked: there is a window, or padding
     softcap: bool
     exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
+    batch_invariant: bool  # which rows are multiplied twice does not depend on the rows beside them; with `exact` all are
     split: bool  # an item has a part of its tiles, and `combine` adds the parts
     rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
     rope_interleaved: bool  # pairs are neighbors
@@ -85,6 +86,7 @@ def make_prefill_plan(
     angles: tuple[int, tuple[int, ...], bool] | None,
     rotate: bool,
     exact: bool,
+    batch_invariant: bool,
     q8: bool,
     lse: bool,
 ) -> PrefillPlan:
@@ -103,7 +105,7 @@ def make_prefill_plan(
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
     problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact, q8)
-    cut, splits = best_cut(width, sms, problem, chip(device))
+    cut, splits = (INVARIANT[width], 1) if batch_invariant else best_cut(width, sms, problem, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
@@ -126,7 +128,8 @@ def make_prefill_plan(
     options = PrefillOptions(
         head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
         cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
-        mask_left=window > 0 or leftpad, softcap=softcap, exact=exact, split=splits > 1, rope_pairs=rope_pairs,
+        mask_left=window > 0 or leftpad, softcap=softcap, exact=exact,
+        batch_invariant=batch_invariant and not exact, split=splits > 1, rope_pairs=rope_pairs,
         rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.

@@ -262,7 +262,7 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
 
 
 @gluon.jit
-def keep_rest(rest, raw, signs, options: gl.constexpr):
+def keep_rest(rest, raw, signs, rows, options: gl.constexpr):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
@@ -276,10 +276,16 @@ def keep_rest(rest, raw, signs, options: gl.constexpr):
         for j in gl.static_range(len(blocks)):
             x = blocks[j] * up[:, None]
             cut = (x - (rounded(x) - MAGIC)) * 256.0
-            eight += (rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8),)
+            cut = rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8)
+            if options.batch_invariant:
+                cut = rows.rest_of_few(cut)
+            eight += (cut,)
     else:
         up, _ = powers_of_two(largest)
         for j in gl.static_range(len(blocks)):
-            eight += (rest_to_fp8(blocks[j] * up[:, None]),)
+            cut = rest_to_fp8(blocks[j] * up[:, None])
+            if options.batch_invariant:
+                cut = rows.rest_of_few(cut)
+            eight += (cut,)
     store_codes(rest, eight)
     sync()  # here, or Triton would wait in every tile

@@ -8,7 +8,7 @@ then `n_free` tiles that all rows see completely, then `n_lo` tiles with keys le
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..ptx import pin, split_to_fp8, to_fp8
+from ..ptx import pin, rest_to_fp8, split_to_fp8, to_fp8
 from .registers import TILE, accumulator, as_operand, whole
 from .softmax import (
     begin_scores,
@@ -46,7 +46,10 @@ def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: 
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     # ptxas: volatile, it stays before the next wait, and without what it cuts off the FP32 weights end there.
     p = as_operand(p, P)
-    if TWICE:
+    if options.batch_invariant and TWICE:  # rounded as in the other loops, which `split_to_fp8` does by way of FP16
+        p8 = to_fp8(p, False)
+        rest = rows.rest_of_few(rest_to_fp8(p))
+    elif TWICE:
         p8, rest = split_to_fp8(p)
     else:
         p8 = to_fp8(p, False)
