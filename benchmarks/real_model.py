@@ -7,8 +7,8 @@ On identical tokens: perplexity beside the model in BF16, and divergence from th
 reads the same bytes with 16-bit arithmetic, as a decode step does.
 
 - `fp8attn-int8-keys` (the default), `fp8attn-e4m3-keys`: our pages, with keys in that format; `-e4m3-plain`: without rotation.
-- `scale-1`: K and V cast to E4M3. In `-prefill` queries are cast too, as a kernel without scales has them. The rounding of its weights is
-  not counted.
+- `scale-1`: K and V cast to E4M3, in windows, too. In `-prefill` queries are cast as well, as a kernel without scales has them. The
+  rounding of its weights is not counted.
 - `transformers-fp8`: E4M3, one scale for a layer's K and one for its V, those of the first forward. In `-prefill` that forward attends to K
   and V before they are rounded, as transformers does.
 - `bf16`: what the model computes, through torch's attention.
@@ -34,6 +34,8 @@ from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache, fp8
 from fp8attn_tools.evaluation import models
 from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn_tools.evaluation.perplexity import by_token
+
+from .rounded import ROUNDED_KV, ROUNDINGS, RoundedCache, e4m3_cast
 
 CODE, PROSE = None, ROOT / "models/prose/sherlock.txt.xz"  # None: the held-out modules of the committed model
 OURS: dict[str, dict[str, Any]] = {
@@ -106,7 +108,9 @@ def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
     if impl == "bf16":
         return plain, lambda: BF16Cache(config)
     if name == "scale-1":
-        return Through(model, E4M3_QUERIES) if how == "prefill" else plain, lambda: E4M3Cache(config)
+        return Through(model, E4M3_QUERIES) if how == "prefill" else plain, lambda: RoundedCache(config, e4m3_cast)
+    if impl in ROUNDINGS:
+        return Through(model, ROUNDED_KV), lambda: RoundedCache(config, ROUNDINGS[impl])
     if name == "transformers-fp8":
         return plain, lambda: E4M3Cache(config, scale=None, first_exact=how == "prefill")
     exact = "triton" if model.device.type == "cuda" else "reference"  # 16-bit arithmetic for any number of queries

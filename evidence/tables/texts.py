@@ -15,21 +15,23 @@ TEXTS = {
 }  # fmt: skip
 
 
+def cost(row: dict | None) -> str:
+    """Perplexity beside BF16 and divergence beyond BF16's own. Nothing: it was not measured, or a scale did not fit."""
+    if row is None or row["d_ppl_pct"] is None:
+        return ""
+    return f"{row['d_ppl_pct']:+.2f} ± {row['d_ppl_se']:.2f}%, {1e3 * row['kl_excess']:.1f}"
+
+
 @block("real_model")
 def real_model() -> str:
     """Perplexity beside BF16 and divergence beyond BF16's own, by what is stored and how it is read."""
     title, found = latest("real_model")
     cases = [case for case in TEXTS if (case, "bf16") in found]
 
-    def cell(case: str, impl: str) -> str:
-        row = found.get((case, impl))
-        if row is None or row["d_ppl_pct"] is None:
-            return ""
-        return f"{row['d_ppl_pct']:+.2f} ± {row['d_ppl_se']:.2f}%, {1e3 * row['kl_excess']:.1f}"
-
     body = [
-        [stored, how, *(cell(case, f"{name}-{how}") for case in cases)] for name, stored in STORED.items() for how in ("prefill", "decode")
-    ]
+        [stored, how, *(cost(found.get((case, f"{name}-{how}"))) for case in cases)]
+        for name, stored in STORED.items() for how in ("prefill", "decode")
+    ]  # fmt: skip
     return table(["stored", f"read ({title})", *(TEXTS[case] for case in cases)], body)
 
 

@@ -1,0 +1,58 @@
+"""What 8 bits cost public models: perplexity and divergence by model and cache, and right answers in tasks."""
+
+from __future__ import annotations
+
+from benchmarks.public_models import COUNTS, IMPLS, MODELS, TEXTS
+
+from ..rows import latest
+from .texts import cost
+from .writing import block, table, tokens
+
+TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma 3 270M"}
+STORED = {
+    "fp8attn-int8-keys": "INT8 keys", "fp8attn-e4m3-keys": "E4M3 keys", "scale-1": "a plain cast to E4M3",
+    "transformers-fp8": "transformers' FP8 cache", "vllm-int8-per-token-head": "vLLM's `int8_per_token_head`",
+    "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`", "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
+}  # fmt: skip
+ANSWERED = {"bf16": "BF16"} | STORED
+
+
+def stored(impl: str) -> str:
+    """What is stored, and how it is read, by the implementation's name."""
+    name, _, how = impl.rpartition("-")
+    return STORED[impl] if impl in STORED else f"{STORED[name]}, {how}"
+
+
+@block("public_models")
+def public_models() -> str:
+    """A table for each model: caches by text and context."""
+    title, found = latest("public_models")
+    tables = []
+    for model in MODELS:
+        cases = {f"{model}-{text}-S{n}": f"{text}, {tokens(n)}" for n in COUNTS for text in TEXTS}
+        body = [[stored(impl), *(cost(found.get((case, impl))) for case in cases)] for impl in IMPLS if impl != "bf16"]
+        body = [line for line in body if any(line[1:])]
+        if body:
+            tables.append(table([f"{TITLES[model]} ({title})", *cases.values()], body))
+    return "\n\n".join(tables)
+
+
+@block("tasks")
+def tasks() -> str:
+    """Right answers by task and cache, and the difference from BF16 on the same questions."""
+    title, found = latest("tasks")
+
+    def right(row: dict | None) -> str:
+        return "" if row is None else f"{row['right']} of {row['samples']}"
+
+    def change(row: dict | None) -> str:
+        if row is None or "low" not in row:
+            return ""
+        return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f}), p {row['p']:.2f}"
+
+    body = []
+    for impl, label in ANSWERED.items():
+        cells = [make(found.get((task, impl))) for task in ("humaneval", "gsm8k") for make in (right, change)]
+        if any(cells):
+            body.append([label, *cells])
+    return table([f"{TITLES['qwen']} ({title})", "HumanEval", "points, beside BF16", "GSM8K", "points, beside BF16"], body)
