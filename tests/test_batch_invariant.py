@@ -1,4 +1,4 @@
-"""`batch_invariant` on a CPU: the same tokens in other batches and chunks give the same bits, with `reference` and interpreted `triton`."""
+"""`batch_invariant` on a CPU: the same tokens in other batches and chunks give the same bits."""
 
 import os
 
@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from fp8attn import PagedKVCache
+from fp8attn.errors import UsageError
 from fp8attn.scales import LayerScales
 
 HEADS, GROUP, D = 2, 3, 64
 LENGTH = 300
-BACKENDS = [
-    "reference",
-    pytest.param("triton", marks=pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled here")),
-]
 OPTIONS = {"plain": {}, "window": {"window": 100}, "sinks, softcap": {"softcap": 20.0}}
 
 
@@ -31,9 +28,9 @@ def scales() -> LayerScales:
     return LayerScales(torch.full((HEADS,), 0.04), torch.full((HEADS,), 2.0**-6), *torch.zeros(2, HEADS, D))
 
 
-def outputs(backend: str, ends: list[int], seqs: list[int], static: bool, options: dict) -> dict[int, torch.Tensor]:
+def outputs(ends: list[int], seqs: list[int], static: bool, options: dict) -> dict[int, torch.Tensor]:
     """The outputs of the first sequence's tokens, from steps that end at `ends`, by the end."""
-    cache = PagedKVCache(HEADS, D, num_seqs=len(seqs), backend=backend, scales=scales() if static else None)
+    cache = PagedKVCache(HEADS, D, num_seqs=len(seqs), scales=scales() if static else None)
     q, k, v = tokens(seqs)
     found, first = {}, 0
     for last in ends:
@@ -48,24 +45,22 @@ def sinks_of(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_batches_and_chunks_have_the_same_bits(backend, name):
+def test_batches_and_chunks_have_the_same_bits(name):
     options = OPTIONS[name] | sinks_of(name)
-    (whole,) = outputs(backend, [LENGTH], [0], True, options).values()
-    for seqs in ([0, 1, 2], list(range(8))) if backend == "reference" else ([0, 1, 2],):  # interpreted kernels are slow
-        (beside,) = outputs(backend, [LENGTH], seqs, True, options).values()
+    (whole,) = outputs([LENGTH], [0], True, options).values()
+    for seqs in ([0, 1, 2], list(range(8))):
+        (beside,) = outputs([LENGTH], seqs, True, options).values()
         assert torch.equal(beside, whole), len(seqs)
     for ends in ([128, 256, LENGTH], [1, 2, 130, 256, 257, LENGTH - 1, LENGTH]):
         first = 0
-        for last, out in outputs(backend, ends, [0, 3], True, options).items():
+        for last, out in outputs(ends, [0, 3], True, options).items():
             assert torch.equal(out, whole[first:last]), (ends, last)
             first = last
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_of_whole_pages_need_no_calibrated_scales(backend):
-    (whole,) = outputs(backend, [LENGTH], [0], False, {}).values()
-    found = outputs(backend, [128, 256, LENGTH], [0, 1], False, {})
+def test_chunks_of_whole_pages_need_no_calibrated_scales():
+    (whole,) = outputs([LENGTH], [0], False, {}).values()
+    found = outputs([128, 256, LENGTH], [0, 1], False, {})
     assert torch.equal(torch.cat(list(found.values())), whole)
 
 
@@ -80,15 +75,24 @@ def test_a_growing_scale_is_not_invariant():
     assert (cache.pages(0).k_scale > before).any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ragged_batches_have_the_same_bits(backend):
+def test_ragged_batches_have_the_same_bits():
     q, k, v = tokens([0, 1])
-    (whole,) = outputs(backend, [LENGTH], [0], True, {}).values()
-    cache = PagedKVCache(HEADS, D, num_seqs=2, backend=backend, scales=scales())
+    (whole,) = outputs([LENGTH], [0], True, {}).values()
+    cache = PagedKVCache(HEADS, D, num_seqs=2, scales=scales())
     counts = [LENGTH, 70]
     ragged = [torch.cat([x[0], x[1, :70]]) for x in (q, k, v)]
     cache.append(0, *ragged[1:], lengths=counts)
     assert torch.equal(cache.attention(0, ragged[0], batch_invariant=True)[:LENGTH], whole)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="compiled here")
+def test_portable_kernels_refuse_it():
+    cache = PagedKVCache(HEADS, D, backend="triton")
+    q, k, v = (x[0, :2] for x in tokens([0]))
+    cache.append(0, k, v)
+    with pytest.raises(UsageError, match=r"backend 'triton' cannot keep batch_invariant"):
+        cache.attention(0, q, batch_invariant=True)
+    assert cache.attention(0, q).isfinite().all()
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -48,7 +48,8 @@ def tasks() -> str:
     def change(row: dict | None) -> str:
         if row is None or "low" not in row:
             return ""
-        return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f}), p {row['p']:.2f}"
+        chance = "p < 0.01" if row["p"] < 0.01 else f"p {row['p']:.2f}"
+        return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f}), {chance}"
 
     body = []
     for impl, label in ANSWERED.items():

@@ -50,6 +50,7 @@ class AttentionParams(NamedTuple):
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
         batch_invariant: the result of a query has the same bits whatever the number and lengths of the sequences, the number of queries of
             its sequence, and the number of keys that it does not see, over the same bytes. It takes longer, most of all with few queries.
+            `triton` refuses it.
     """
 
     cu_seqlens_q: torch.Tensor | None

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from ..errors import UsageError
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
@@ -39,4 +40,9 @@ class Triton(Writer):
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if params.batch_invariant:
+            raise UsageError(
+                "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another batch. Pass "
+                "backend='reference', or run on a Hopper GPU"
+            )
         return attend_tokens(self._kernel, self.rope, q, pages, params, out)

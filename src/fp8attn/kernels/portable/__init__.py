@@ -36,7 +36,6 @@ from ..launch import ConstexprFields, launch, make_constants
 from ..machine import machine
 from .kernel import portable_kernel
 
-ROWS_OF_ANY = 64  # packed rows that the block of `AttentionParams.batch_invariant` is for
 CLEARING = 64  # programs that write zeros after the last sequence of a ragged batch
 
 
@@ -68,7 +67,6 @@ class PortableOptions(ConstexprFields):
     window: bool
     softcap: bool
     split: bool  # the keys are divided among programs
-    batch_invariant: bool  # all tiles are computed alike, masked or not
     native: bool  # the target converts E4M3 by itself (`codec.is_native`)
 
 
@@ -118,13 +116,12 @@ def portable_attention(
         return out, lse
     group = num_q_heads // pages.num_kv_heads
     sms, shared_memory = _device(device)
-    invariant = params.batch_invariant
-    rows, tile, key_warps, num_warps, num_stages = config(head_dim, ROWS_OF_ANY if invariant else max_seqlen_q * group, shared_memory)
+    rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
     blocks = -(-max_seqlen_q * group // rows)
     max_pages = pages.page_table.shape[1]
     if window:
         max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
-    splits = 1 if invariant else num_splits(blocks * pages.num_kv_heads * pages.num_seqs, max_pages, sms * (8 // num_warps))
+    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs, max_pages, sms * (8 // num_warps))
     num_rows = num_tokens * num_q_heads
     if splits > 1:
         target = torch.empty((splits, num_rows, head_dim), dtype=torch.float32, device=device)
@@ -139,7 +136,7 @@ def portable_attention(
     options = PortableOptions(
         codec=form.k, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
         width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
-        softcap=softcap > 0, split=splits > 1, batch_invariant=invariant, native=is_native(device),
+        softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
     constants = make_constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits

@@ -139,8 +139,6 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
     else:
         state = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), UNSEEN, tl.float32), v_unit
         all_first, all_end = all_keys
-        if OPTIONS.batch_invariant:  # one loop: two, with and without masks, round differently in some Triton
-            return add_tiles(state, queries, row_keys, pages, first_tile, end_tile, HAS_START, True, OPTIONS)
         # All rows see all keys of the tiles `[free_tile, masked_tile)`.
         masked_tile = tl.minimum(tl.maximum(all_end // TILE, first_tile), end_tile)
         free_tile = first_tile
