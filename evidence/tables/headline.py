@@ -11,12 +11,16 @@ from .writing import at, block, number, span, table
 LONG_STEP = "decode-B1-S131072"
 
 
-@block("real_model", "needle", "vllm", "decode", "prefill", "engine", "demo")
+@block("real_model", "public_models", "tasks", "needle", "vllm", "decode", "prefill", "engine", "demo")
 def headline() -> str:
     """Results: of fp8attn, and of the system with which it is compared."""
     title, model = latest("real_model")
     code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
     ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())
+    public, tasks = latest("public_models")[1], latest("tasks")[1]
+    biased = [public["qwen-prose-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "vllm-int8-per-token-head")]
+    biases = [f"{row['d_ppl_pct']:+.1f}%" for row in biased]
+    programs = [tasks["humaneval", impl] for impl in ("fp8attn-int8-keys", "bf16", "transformers-fp8")]
     needle, engine = latest("needle")[1], latest("vllm")[1]
     stressed = "niah_multikey_2-stress3-S131072"
     step, prompt = latest("decode")[1], latest("prefill")[1]
@@ -41,6 +45,18 @@ def headline() -> str:
             ours,
             f"a plain cast {plain}; transformers' FP8 cache {theirs}",
             at("real_model", code.values()),
+        ],
+        [
+            "the same: Qwen2.5-Coder-0.5B, whose keys have biases, 8k tokens of prose",
+            biases[0],
+            f"a plain cast {biases[1]}; vLLM's `int8_per_token_head`, by its definition, {biases[2]}",
+            at("public_models", biased),
+        ],
+        [
+            "right answers in HumanEval, the same model",
+            f"{programs[0]['right']} of {programs[0]['samples']}; BF16 {programs[1]['right']}",
+            f"transformers' FP8 cache {programs[2]['right']}",
+            at("tasks", programs),
         ],
         [
             "right answers to RULER's needles at 128k tokens",
