@@ -218,6 +218,7 @@ def warmup(
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
     sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
     exact: Annotated[bool, typer.Option(help="Exact attention (exact=True of a cache) instead of the other.")] = False,
+    batch_invariant: Annotated[bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")] = False,
     target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
     processes: Annotated[
         int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
@@ -244,7 +245,7 @@ def warmup(
         if shape.count(",") != 2:
             raise UsageError(f"--shape must be three numbers: query heads, KV heads and head_dim; got {shape!r}")
         layer = dict(zip(("num_q_heads", "num_kv_heads", "head_dim"), numbers(shape, int, "--shape"), strict=True))
-    options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact)
+    options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)
     begun = time.monotonic()
     with progress("kernels") as tick:
         kernels = run(
