@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,9 +19,12 @@ DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
 AttentionOption = Literal["window", "softcap", "sinks", "exact", "batch_invariant"]
 
 
-def options_of(**given: object) -> frozenset[AttentionOption]:
+def options_of(*, window: object, softcap: object, sinks: object, exact: bool, batch_invariant: bool) -> frozenset[AttentionOption]:
     """The options that attention has, of all their values: those that are neither None nor False."""
-    return frozenset(name for name in get_args(AttentionOption) if given[name] is not None and given[name] is not False)
+    given: dict[AttentionOption, object] = {
+        "window": window, "softcap": softcap, "sinks": sinks, "exact": exact, "batch_invariant": batch_invariant
+    }  # fmt: skip
+    return frozenset(name for name, value in given.items() if value is not None and value is not False)
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
