@@ -6,13 +6,15 @@
     python -m benchmarks.run NAME --save                   also writes the rows to results/<device>/NAME.json
     python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
-README.md says what a benchmark consists of.
+With OUT=FOLDER, every row is also appended to FOLDER/NAME.jsonl as it comes. README.md says what a benchmark consists of.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
+import os
 import re
 import sys
 import time
@@ -74,6 +76,9 @@ def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) ->
         for row in benchmark.measure(case):
             table.add(row)
             rows.append(row)
+            if folder := os.environ.get("OUT"):
+                with (Path(folder) / f"{name}.jsonl").open("a") as file:
+                    file.write(json.dumps(row) + "\n")
         torch.cuda.empty_cache()
     return rows, peers.releases(row["impl"] for row in rows)
 

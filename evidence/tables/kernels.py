@@ -122,6 +122,37 @@ def sdpa() -> str:
     return table(["over BF16, tokens", *map(tokens, at)], body)
 
 
+VIDEO = {
+    "fp8attn-call": "whole calls: fp8attn", "fp8attn-call-e4m3-keys": "fp8attn, E4M3 keys", "comfy-call": "Comfy Kitchen, INT8",
+    "torchao": "torchao, FP8, single-level", "fa3-bf16": "FA3 BF16", "cudnn-bf16": "cuDNN BF16",
+    "fp8attn": "kernels alone: fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys", "fp8attn-q8": "fp8attn, queries in FP8, too",
+    "fp8attn-exact": "fp8attn, exact", "comfy": "Comfy Kitchen, INT8", "sage": "SageAttention, INT8 and FP8, two-level",
+    "vllm-fa3-fp8": "vLLM's FA3, FP8, two-level", "fa3-fp8": "FA3, FP8, single-level", "cudnn-fp8": "cuDNN, FP8, single-level",
+}  # fmt: skip
+SHAPES = {
+    "wan-480p-S32760": "Wan 480p, 32,760", "wan-720p-S75600": "Wan 720p, 75,600", "hunyuan-720p-S118800": "HunyuanVideo 720p, 118,800",
+    "h3-1088p-S185640": "H3 1088p, 185,640",
+}  # fmt: skip
+
+
+def of_shapes(key: str, form: str) -> list[list[str]]:
+    _, here = latest("video")
+    return [[label, *(value(here, case, impl, key, form) for case in SHAPES)] for impl, label in VIDEO.items()]
+
+
+@block("video")
+def video() -> str:
+    """TFLOPS at the shapes of video models."""
+    return table([f"{latest('video')[0]}: TFLOPS", *SHAPES.values()], of_shapes("tflops", ".0f"))
+
+
+@block("video")
+def video_noise() -> str:
+    """The noise there, with V of mean 0 and of mean 1."""
+    body = [[*zero, *one[1:]] for zero, one in zip(of_shapes("noise", ".1%"), of_shapes("noise_mean1", ".2%"), strict=True)]
+    return table(["noise", *SHAPES.values(), *(f"{label}; V of mean 1" for label in SHAPES.values())], body)
+
+
 @block("append")
 def append() -> str:
     words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "dense tensors"}

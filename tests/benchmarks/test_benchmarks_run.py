@@ -1,5 +1,6 @@
 """The runner, and the collector of peers."""
 
+import json
 import lzma
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, ca
         runner("made", "--base", "HEAD")
 
 
+def test_rows_are_in_a_folder_before_the_next_case_fails(runner, monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    runner.made.CASES["b"] = None
+    runner.made.measure = lambda case: iter([{"case": case, "impl": "fp8attn", "ms": 1 / runner.made.CASES[case]}])
+    with pytest.raises(TypeError):
+        runner("made")
+    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 0.5)]
+
+
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
     assert {"prefill", "decode", "append", "sdpa", "accuracy", "accumulation", "overhead", "triton"} <= found.keys()
@@ -96,4 +107,4 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
         "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
         f"{peer.TVM_FFI}: .peers/apache_tvm_ffi-{peer.TVM_FFI.split('==')[1]}-py3-none-any.whl",
     }
-    assert wanted <= set(said) and len(said) == len(wanted) + 4  # compiled ones
+    assert wanted <= set(said) and len(said) == len(wanted) + 5  # compiled ones

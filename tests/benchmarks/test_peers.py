@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import get_peers, peers, problem
-from benchmarks.peers import cudnn, flash, flashinfer, hpc_ops, pages, peer, rounded, sage, torch_sdpa, vllm_fa3
+from benchmarks.peers import comfy, cudnn, flash, flashinfer, hpc_ops, pages, peer, rounded, sage, torch_sdpa, vllm_fa3
 from benchmarks.problem import Shape
 from fp8attn.formats.codec import FP8
 
@@ -75,6 +75,26 @@ def test_sage_shares_a_scale_among_the_rows_of_a_thread():
     assert sorted(sage.ORDER) == list(range(16))
 
 
+def test_comfy_holds_rows_by_threads_and_values_by_channels():
+    """The layout of its kernels: a scale for rows 8 apart of 32 in Q, for pairs of rows 8 apart of 128 in K; V's bits b3 b2 b1 b0 at b2 b1
+    b3 b0."""
+    batch, heads, length = 2, 3, 130
+    q = torch.empty(batch, heads, length, 128)
+    held = comfy.Quantized.like(q, q)
+    assert held.q_scale.shape == (2, 3, 64) and held.k_scale.shape == (2, 3, 8) and held.v.shape == (2 * 3 * 128, 256)
+    for bits in (held.q, held.k, held.v):
+        bits.random_(-127, 128)
+    for scale in (held.q_scale, held.k_scale, held.v_scale):
+        scale.uniform_(1.0, 2.0)
+    q, k, v = held.values()
+    for b, h, row, channel in ((0, 0, 0, 0), (1, 2, 129, 127), (1, 0, 77, 5), (0, 2, 45, 64)):
+        assert q[b, h, row, channel] == held.q[b, h, row, channel] * held.q_scale[b, h, row // 32 * 8 + row % 8]
+        assert k[b, h, row, channel] == held.k[b, h, row, channel] * held.k_scale[b, h, row // 128 * 4 + row % 8 // 2]
+        line, group, bit = (b * heads + h) * 128 + channel, row // 16 * 16, [row >> i & 1 for i in range(4)]
+        at = group + 8 * bit[2] + 4 * bit[1] + 2 * bit[3] + bit[0]
+        assert v[b, h, row, channel] == held.v[line, at] * held.v_scale[line]
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "reason"),
     [
@@ -85,6 +105,9 @@ def test_sage_shares_a_scale_among_the_rows_of_a_thread():
         (flashinfer, problem.steps(300, dim=64), "head_dim 128"),
         (flashinfer, problem.steps(300, group=8), "4 query heads"),
         (sage, problem.square(128, True, 30, 40), "no ragged batches"),
+        (comfy, problem.square(128, True, 2000), "full attention, head_dim 128, more than 1024 keys"),
+        (comfy, problem.square(64, False, 2000), "full attention, head_dim 128"),
+        (comfy, problem.square(128, False, 1024), "more than 1024 keys"),
         (torch_sdpa, Shape((4,), (2,), 2, 2, 64, True), "aligned to the start"),
     ],
 )
@@ -143,6 +166,14 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", lambda *a, **o: subprocess.CompletedProcess(a, 1, "", "note\nx.cu: error: no\nmore"))
     with pytest.raises(LookupError, match=r"nvcc: x\.cu: error: no"):
         get_peers.build(library, tmp_path / "source", [], tmp_path)
+
+
+def test_comfy_compiles_its_launcher_without_what_calls_it(tmp_path):
+    folder = tmp_path / comfy.KERNELS
+    folder.mkdir(parents=True)
+    (folder / "sage_attn_launcher.cu").write_text('template <int D> void launch_impl();\nextern "C" void all();\n')
+    assert comfy.launcher(tmp_path, tmp_path) == []
+    assert (tmp_path / "comfy_launch.cuh").read_text() == "template <int D> void launch_impl();\n"
 
 
 def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path):
