@@ -3,8 +3,8 @@
     PYTHONPATH=src:. python -m docs.lab.video      # without a GPU, a minute
 
 Q and K are rotated and rounded to INT8 as Comfy Kitchen does it: a scale for 4 rows of Q and for 32 of K. Weights are rounded in units of
-the largest of each tile of 128 keys: to integers up to 255, or to E4M3, whose largest is 448. Sums are of the rounded weights. V has a scale
-for each channel: INT8 or E4M3. The relative error is against float64 on the inputs, for 96 queries of one head.
+the largest of each tile of 128 keys: to integers up to 255, or to E4M3, whose largest is 448. Sums are of the rounded weights. V has a
+scale for each channel: INT8 or E4M3. The relative error is against float64 on the inputs, for 96 queries of one head.
 """
 
 from __future__ import annotations
