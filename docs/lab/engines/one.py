@@ -17,6 +17,7 @@ OURS = {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"}
 CACHES = {"bf16": {}, "ours": OURS, "fp8": {"kv_cache_dtype": "fp8"}, "triton39": OURS}
 PREFILLS = {300: 2} if TINY else {2048: 7, 8192: 5, 32768: 3}  # tokens: repetitions
 DECODES = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
+LONGEST = 768 if TINY else 36864  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 STEPS, PROFILED = (12, 2) if TINY else (96, 8)
 COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
@@ -52,7 +53,7 @@ def engine(model, cache, out, write, turn):
         options = {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in CACHES[cache] else {}  # the plugin replaces the CPU's backend
     llm = LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16, max_num_batched_tokens=CHUNK,
-        max_model_len=max(length for _, length in DECODES) + 512, enable_prefix_caching=False, enforce_eager=not on_gpu,
+        max_model_len=LONGEST, enable_prefix_caching=False, enforce_eager=not on_gpu,
         compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {}, mamba_ssm_cache_dtype="float32",
         additional_config={"gdn_prefill_backend": "triton"}, **options,  # not FlashInfer's kernel, which the machine lacks
     )  # fmt: skip
@@ -62,6 +63,7 @@ def engine(model, cache, out, write, turn):
     facts = {"block": cache_config.block_size, "blocks": cache_config.num_gpu_blocks, "started_s": started, "others_starting": others}
     facts["versions"] = {name: version(name) for name in ("vllm", "torch", "triton")}
     facts["device"] = torch.cuda.get_device_name() if on_gpu else "CPU"
+    facts["runner"] = "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
     write({"case": "check"} | facts | check(llm, model, cache, out, write))
     for length, times in PREFILLS.items():
         write({"case": f"prefill-{length}"} | guarded(prefill, llm, length, times))
