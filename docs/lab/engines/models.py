@@ -1,0 +1,119 @@
+"""The models of 2026-11-vllm.md: shapes, weights, and what vLLM 0.26 lacks for them."""
+
+import os
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+TINY = os.environ.get("TINY") == "1"
+VOCABULARY = 512 if TINY else 65536
+SHAPE = {
+    "vocab_size": VOCABULARY, "head_dim": 256, "num_attention_heads": 16, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1,
+    "max_position_embeddings": 65536, "dtype": "bfloat16", "attention_bias": False,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
+MODELS = {
+    "gemma3": SHAPE | {  # half of Gemma-3-12B's layers: of 6, one is full and 5 have a window
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360,
+        "num_hidden_layers": 24, "num_key_value_heads": 8, "sliding_window": 1024, "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 1e4}},
+    },
+    "qwen3.5": SHAPE | {  # half of Qwen3.5-9B's layers: of 4, one is full attention and 3 are gated delta nets
+        "architectures": ["Qwen35Text"], "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 16, "num_key_value_heads": 4, "hidden_act": "silu", "tie_word_embeddings": False,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4,
+        "rope_parameters": ROPE | {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_hidden_layers": 6,
+}  # fmt: skip
+
+
+def fill(model):
+    """Random weights, the same in each engine. vLLM's own are so small that logits are nearly equal."""
+    import torch
+
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if name in ("A_log", "dt_bias"):
+                weight.data.zero_()
+            elif weight.dim() == 1:  # norms: of RMSNormGated, or 1 + weight; the last one makes logits of a deviation of 4
+                weight.data.fill_(1 if "Gated" in type(module).__name__ else 3 * path.endswith("model.norm"))
+            elif weight.numel() > 1:
+                draw = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{path}.{name}".encode()))
+                weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
+
+
+def prepare(model, cache):
+    """What vLLM 0.26 lacks: weights that make answers, a class for Qwen3.5 without pictures, and states as large as blocks of pages."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    if cache in ("ours", "triton39"):
+        with_states()
+    if model != "qwen3.5":
+        return
+    from filelock import FileLock
+    from vllm import ModelRegistry
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+    from vllm.model_executor.models.interfaces import IsHybrid
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    class Qwen35Text(Qwen3_5ForCausalLM, IsHybrid):
+        get_mamba_state_dtype_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config
+        get_mamba_state_shape_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config
+        get_mamba_state_copy_func = Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func
+
+    ModelRegistry.register_model("Qwen35Text", Qwen35Text)
+    tune = QwenGatedDeltaNetAttention._warmup_prefill_kernels
+
+    def tune_alone(self, *args):
+        if not self._prefill_kernels_warmed_up:
+            few_configs()
+            with FileLock(Path(tempfile.gettempdir()) / "engines-tune.lock"):
+                tune(self, *args)
+
+    QwenGatedDeltaNetAttention._warmup_prefill_kernels = tune_alone
+
+
+def few_configs():
+    """Of the 100 kernels that delta nets compile to choose from, the 23 with 4 warps and 2 or 3 stages: all would take a minute or two."""
+    from triton.runtime.autotuner import Autotuner
+
+    for module_name, module in list(sys.modules.items()):
+        if "flash_linear_attention" in module_name:
+            for kernel in list(vars(module).values()):
+                while kernel is not None and not isinstance(kernel, Autotuner):
+                    kernel = getattr(kernel, "fn", None)
+                if kernel is not None:
+                    few = [config for config in kernel.configs if config.num_warps == 4 and config.num_stages in (2, 3)]
+                    kernel.configs = few or kernel.configs
+
+
+def with_states():
+    """The plugin refuses vLLM before 0.28, where a state is as large as a block of vLLM's FP8. Here it is as large as a block of ours."""
+    from vllm.platforms import current_platform
+
+    from fp8attn.formats.page_layout import PageLayout
+    from fp8attn.integrations.vllm import supported
+
+    supported.BACKEND_IS_ASKED = True
+    platform = type(current_platform)
+    align = platform._align_hybrid_block_size.__func__
+
+    def with_pages(cls, config, backend):
+        align(cls, config, backend)
+        model, cache = config.model_config, config.cache_config
+        token = model.get_num_kv_heads(config.parallel_config) * PageLayout.of(model.get_head_size()).token_bytes
+        cache.mamba_page_size_padded = cache.block_size * token
+
+    platform._align_hybrid_block_size = classmethod(with_pages)
+    if current_platform.is_cpu():
+        from tests.vllm.run_engine import clear_whole_blocks
+
+        clear_whole_blocks()

@@ -1,0 +1,179 @@
+"""Steps and prompts of models that have other layers beside full attention, in vLLM 0.26 on a GPU: 2026-11-vllm.md.
+
+    python docs/lab/engines/run.py FOLDER [SECONDS] [MODEL:CACHE ...]      # starts engines side by side, and lets one measure at a time
+    python docs/lab/engines/run.py FOLDER engine MODEL:CACHE               # one engine
+    python docs/lab/engines/run.py FOLDER table                            # what it found, as tables
+    TINY=1 python docs/lab/engines/run.py ...                              # tiny layers, also on a CPU: whether all of it runs
+
+A row goes to FOLDER/rows.jsonl the moment it exists, logs to FOLDER/MODEL-CACHE.log. Weights are random and equal for all caches. Each
+engine first compares log-probabilities of prompts and of eight greedy tokens with those of `bf16`, which has the first turn.
+
+`triton39` is fp8attn with the Triton of the folder FP8ATTN_TRITON before the installed one.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from models import MODELS, TINY
+
+ORDER = [f"{model}:{cache}" for model in MODELS for cache in ("bf16", "ours", "fp8")]
+TURN = 300 if TINY else 75  # seconds
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+
+
+def main(out, seconds="390", *names):
+    begun, seconds, names = time.time(), float(seconds), names or ORDER
+    out.mkdir(parents=True, exist_ok=True)
+    plugin = Path(tempfile.mkdtemp())  # so that vLLM finds the plugin of this checkout
+    info = plugin / "fp8attn-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
+    waves = [names] if memory() > 100 else [[n for n in names if n.startswith(model)] for model in MODELS]
+    env = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{plugin}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, __file__, str(out)]
+    ahead = [] if TINY else [start([*command, "compile"], env, out / "compile.log")]
+    for number, wave in enumerate(waves):
+        running = {}
+        for name in wave:
+            own = {"PYTHONPATH": f"{os.environ['FP8ATTN_TRITON']}:{env['PYTHONPATH']}"} if name.endswith("triton39") else {}
+            own |= {"FP8ATTN_VLLM_CPU": str(int(":ours" in name)), "VLLM_CACHE_ROOT": str(plugin / plain(name))}
+            running[name] = start([*command, "engine", name], env | own, out / f"{plain(name)}.log")
+        end = begun + seconds * (number + 1) / len(waves)
+        take_turns(running, out, patience=time.time() + 0.6 * (end - time.time()), end=end)
+    for process in ahead:
+        stop(process)
+    print(f"{time.time() - begun:.0f} s", *map(str, (out / "rows.jsonl").read_text().splitlines()), sep="\n")
+
+
+def memory():
+    """GiB of the GPU; without one, as if all engines fit."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return math.inf
+
+
+def start(command, env, log):
+    return subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def stop(process):
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def take_turns(running, out, patience, end):
+    """One engine measures at a time, when all have started or `patience` is over."""
+    while running and time.time() < end:
+        time.sleep(0.2)
+        ready = [name for name in running if mark(out, name, "ready").exists()]
+        if gone := [name for name in running if running[name].poll() is not None and name not in ready]:
+            failed(out, gone[0], "ended before its turn")
+            running.pop(gone[0])
+        elif ready and (len(ready) == len(running) or time.time() > patience):
+            name = ready[0]
+            process = running.pop(name)
+            mark(out, name, "turn").write_text(str(len(running) + 1 - len(ready)))  # how many others disturb it
+            try:
+                if process.wait(max(1, min(TURN, end - time.time()))):
+                    failed(out, name, f"exit code {process.returncode}")
+            except subprocess.TimeoutExpired:
+                failed(out, name, "its turn was too long")
+            stop(process)
+    for name, process in running.items():
+        failed(out, name, "no time left")
+        stop(process)
+
+
+def failed(out, name, why):
+    log = (out / f"{plain(name)}.log").read_text(errors="replace").splitlines()
+    write(out, name, {"case": "engine", "error": why, "log": [line[-300:] for line in log if "Error" in line][-4:] + log[-2:]})
+
+
+def write(out, name, row):
+    model, cache = name.split(":")
+    with (out / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"model": model, "cache": cache} | row) + "\n")
+
+
+def plain(name):
+    return name.replace(":", "-")
+
+
+def mark(out, name, kind):
+    return out / f".{kind}-{plain(name)}"
+
+
+def compile_ahead(out):
+    """The kernels of both models, beside the start of the engines, which wait for this lock."""
+    import torch
+    import triton
+    from filelock import FileLock
+
+    from fp8attn import warmup
+
+    folder = Path(triton.knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for model, attention in (("gemma3", ("window",)), ("qwen3.5", ())):
+        begun, shape = time.time(), MODELS[model]
+        with FileLock(folder / "fp8attn.lock"):
+            kernels = warmup(
+                num_q_heads=shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"], head_dim=shape["head_dim"],
+                dtype=torch.bfloat16, attention=attention, advance=False,
+            )  # fmt: skip
+        write(out, f"{model}:ours", {"case": "compile", "kernels": len(kernels), "seconds": round(time.time() - begun, 1)})
+
+
+def one_engine(out, name):
+    from one import engine
+
+    model, cache = name.split(":")
+
+    def turn():
+        mark(out, name, "ready").touch()
+        while not (given := mark(out, name, "turn")).exists() or not given.read_text():
+            time.sleep(0.1)
+        return int(given.read_text())
+
+    engine(model, cache, out, lambda row: write(out, name, row), turn)
+
+
+def table(out):
+    """Prints, by model, ms of each cache, in brackets of attention's kernels, and how many times ours the others take."""
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    for model in MODELS:
+        print(f"\n**{model}**\n\n| case | BF16 | vLLM's FP8 | fp8attn | BF16 / fp8attn | FP8 / fp8attn |\n|---|---|---|---|---|---|")
+        found = {(row["case"], row["cache"]): row for row in rows if row["model"] == model and "ms" in row}
+        for case in dict.fromkeys(case for case, _ in found):
+            of = [found.get((case, cache)) for cache in ("bf16", "fp8", "ours")]
+            times = [f"{row['ms']:.2f} ({row['attention_ms']:.2f})" if row else "" for row in of]
+            ratios = [f"{row['ms'] / of[2]['ms']:.2f}" if row and of[2] else "" for row in of[:2]]
+            print("| " + " | ".join([case, *times, *ratios]) + " |")
+    for row in rows:
+        if "ms" not in row:
+            print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    folder, *rest = sys.argv[1:]
+    if rest[:1] == ["engine"]:
+        one_engine(Path(folder), rest[1])
+    elif rest[:1] == ["table"]:
+        table(Path(folder))
+    elif rest[:1] == ["compile"]:
+        compile_ahead(Path(folder))
+    else:
+        main(Path(folder), *rest)
