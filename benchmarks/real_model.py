@@ -35,7 +35,7 @@ from fp8attn_tools.evaluation import models
 from fp8attn_tools.evaluation.caches import BF16Cache, E4M3Cache, MakeCache
 from fp8attn_tools.evaluation.perplexity import by_token
 
-from .rounded import ROUNDED_KV, ROUNDINGS, RoundedCache, e4m3_cast
+from .rounded import ROUNDED_KV, ROUNDINGS, RoundedCache
 
 CODE, PROSE = None, ROOT / "models/prose/sherlock.txt.xz"  # None: the held-out modules of the committed model
 OURS: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
     if impl == "bf16":
         return plain, lambda: BF16Cache(config)
     if name == "scale-1":
-        return Through(model, E4M3_QUERIES) if how == "prefill" else plain, lambda: RoundedCache(config, e4m3_cast)
+        return Through(model, E4M3_QUERIES) if how == "prefill" else plain, lambda: E4M3Cache(config, windows=True)
     if impl in ROUNDINGS:
         return Through(model, ROUNDED_KV), lambda: RoundedCache(config, ROUNDINGS[impl])
     if name == "transformers-fp8":

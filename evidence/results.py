@@ -4,8 +4,8 @@
      "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set 1",
      "rows": [{"case", "impl", ...}]}
 
-A file is written whole. A few older files have rows of several commits: `mixed` names the cases or implementations of each other commit,
-and `note` says what else a reader should know.
+One command writes a file whole. Cases may be added later on the same device, with the same torch and Triton; those that are there are never
+measured again. `mixed` then names the cases or implementations of each other commit. `note` says what else a reader should know.
 """
 
 from __future__ import annotations
@@ -56,6 +56,45 @@ def save(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, fo
     write(path, head, rows)
     print(f"{len(rows)} rows of {name} in {path}", flush=True)
     return path
+
+
+def add(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, folder: Path | None = None) -> Path:
+    """Add rows of whole cases, which this process measured, to a results file. Without a file it is `save`, whose arguments it takes.
+
+    Raises:
+        ValueError: the file has one of the cases, or rows of another device, torch or Triton.
+    """
+    head = header(peers or {})
+    path = (folder or RESULTS) / slug(head["device"]) / f"{name}.json"
+    if not path.is_file():
+        return save(name, rows, peers, folder)
+    held = json.loads(path.read_text())
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    if twice := sorted({row["case"] for row in held["rows"]} & {*cases}):
+        raise ValueError(f"{path} has {', '.join(twice)}: measure other cases, or all of them")
+    write(path, joined(held, head, cases), held["rows"] + rows)
+    print(f"{len(rows)} rows added to {path}", flush=True)
+    return path
+
+
+def joined(held: Mapping, head: Mapping, names: Iterable[str]) -> dict:
+    """The header of a file to which rows are added.
+
+    Args:
+        held: its header.
+        head: of the rows that are added.
+        names: the cases that are added; of a case that the file has, the implementations.
+    Raises:
+        ValueError: another device, torch or Triton.
+    """
+    for key in ("device", "torch", "triton"):
+        if held.get(key) != head.get(key):
+            raise ValueError(f"the rows of the file have {key} {held.get(key)}, and the new ones {head.get(key)}: measure the file whole")
+    mixed = {commit: list(old) for commit, old in held.get("mixed", {}).items()}
+    if head["commit"] != held["commit"]:
+        mixed[head["commit"]] = sorted({*mixed.get(head["commit"], ()), *names})
+    commands = "; ".join(dict.fromkeys([*held["command"].split("; "), head["command"]]))
+    return {**held, "mixed": mixed, "peers": {**held.get("peers", {}), **(head.get("peers") or {})}, "command": commands}
 
 
 def write(path: Path, head: Mapping, rows: Iterable[dict]) -> None:

@@ -30,6 +30,12 @@ def latest(name: str) -> tuple[str, Rows]:
     return ("", {}) if path is None else (path.parent.name.upper(), {(row["case"], row["impl"]): row for row in _read(path)["rows"]})
 
 
+def by_device(name: str) -> dict[str, Rows]:
+    """The rows of every GPU that has a file of this name, by its title; that of `latest` first."""
+    titles = sorted((path.parent.name for path in RESULTS.glob(f"*/{name}.json") if path.parent.name != "cpu"), reverse=True)
+    return {title.upper(): {(row["case"], row["impl"]): row for row in _read(RESULTS / title / f"{name}.json")["rows"]} for title in titles}
+
+
 def header(name: str) -> dict[str, Any]:
     """The header of the file whose rows `latest` gives. Empty if there is no file."""
     path = path_of(name)

@@ -84,6 +84,26 @@ def test_answers_are_compared_in_pairs(data, monkeypatch):
     assert [x.score for x in load_outcomes(data / "h200/tasks.jsonl.xz")] == [1.0, 0.0, 1.0, 1.0]
 
 
+def test_answers_are_added_and_not_measured_twice(data):
+    head = {"device": "NVIDIA H200", "commit": "abc", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0", "command": "python a"}
+
+    def score(head, *lines):
+        (data / "answers.jsonl").write_text("\n".join(map(json.dumps, [head, *lines])))
+        return json.loads(tasks.score(data / "answers.jsonl", data).read_text())
+
+    line = lambda task, impl, text: {"task": task, "impl": impl, "index": 0, "text": text}  # noqa: E731
+    score(head, line("humaneval", "bf16", RIGHT))
+    later = head | {"commit": "def", "command": "python b"}
+    more = [line("gsm8k", "bf16", "3"), line("humaneval", "scale-1", RIGHT), line("gsm8k", "scale-1", "4")]
+    held = score(later, *more)
+    assert held["commit"] == "abc" and held["mixed"] == {"def": ["gsm8k", "scale-1"]} and held["command"] == "python a; python b"
+    rights = [(row["case"], row["impl"], row["right"], row.get("same_text")) for row in held["rows"]]
+    assert rights == [("humaneval", "bf16", 1, 1), ("humaneval", "scale-1", 1, 1), ("gsm8k", "bf16", 1, 1), ("gsm8k", "scale-1", 0, 0)]
+    assert len(load_outcomes(data / "h200/tasks.jsonl.xz")) == 4
+    with pytest.raises(ValueError, match="has answers of gsm8k scale-1: they are not measured twice"):
+        score(later, more[2])
+
+
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 

@@ -50,6 +50,32 @@ def test_a_file_is_written_whole_with_one_header(tmp_path, monkeypatch):
     results.commit.cache_clear()
 
 
+def test_cases_are_added_with_their_commit(tmp_path, monkeypatch):
+    row = lambda case: {"case": case, "impl": "ours"}  # noqa: E731
+
+    def add(commit, *cases):
+        monkeypatch.setenv("FP8ATTN_COMMIT", commit)
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "benchmarks.run", "x", *cases])
+        results.commit.cache_clear()
+        return json.loads(results.add("x", [row(case) for case in cases], {commit: "1.0"}, tmp_path).read_text())
+
+    held = add("aaa", "a")  # there is no file yet
+    assert held["commit"] == "aaa" and "mixed" not in held
+    assert "mixed" not in add("aaa", "b")
+    add("bbb", "d", "c")
+    held = add("bbb", "e")
+    assert held["rows"] == [row(case) for case in "abdce"]
+    assert (held["commit"], held["mixed"], held["peers"]) == ("aaa", {"bbb": ["c", "d", "e"]}, {"aaa": "1.0", "bbb": "1.0"})
+    assert held["command"] == "; ".join(f"python -m benchmarks.run x {cases}" for cases in ("a", "b", "d c", "e"))
+    with pytest.raises(ValueError, match=r"x\.json has c: measure other cases"):
+        add("ccc", "c", "f")
+    (path,) = tmp_path.rglob("x.json")
+    path.write_text(json.dumps(held | {"torch": "1.0"}))
+    with pytest.raises(ValueError, match=r"have torch 1.0, and the new ones .*: measure the file whole"):
+        add("ccc", "f")
+    results.commit.cache_clear()
+
+
 def test_rows_are_kept_on_request_and_with_their_commit(monkeypatch):
     parse = lambda *arguments: results.parse(argparse.ArgumentParser(), arguments)  # noqa: E731
     assert not parse().save

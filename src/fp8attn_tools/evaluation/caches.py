@@ -74,8 +74,9 @@ class BF16Cache(DynamicCache):
         return sum(x.nbytes for layer in self.layers for x in (layer.keys, layer.values) if x is not None)
 
 
-class E4M3Layer(DynamicLayer):
-    """K and V in E4M3, with one scale for all of K and one for all of V, as in other libraries. Returned in the model's dtype.
+class _StoresE4M3(CacheLayerMixin):
+    """Makes a layer store K and V in E4M3, with one scale for all of K and one for all of V, as in other libraries. Returned in the
+    model's dtype. `keys` and `values` hold bytes, because torch cannot concatenate E4M3 on a CPU.
 
     Args:
         scale: both scales; a value beyond 448 times the scale saturates. None: the largest magnitude of the first forward becomes 448. A
@@ -83,26 +84,20 @@ class E4M3Layer(DynamicLayer):
         first_exact: return K and V of the first forward before rounding, as transformers does.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def __init__(self, scale: float | None = 1.0, *, first_exact: bool = False) -> None:
-        super().__init__()
+    def __init__(self, *given: Any, scale: float | None = 1.0, first_exact: bool = False) -> None:
+        super().__init__(*given)
         self.scale, self.first_exact = scale, first_exact
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append K and V `[B, num_kv_heads, S, head_dim]`, and return all of them, dequantized."""
+        """Append K and V `[B, num_kv_heads, S, head_dim]`, and return those that these tokens may see, dequantized."""
         new, first = (key_states, value_states), not self.is_initialized
         if first:
-            self.lazy_initialization(*new)
             self.scales = [self._first_scale(x) for x in new]
         stored = [self._cast(x, scale).view(torch.uint8) for x, scale in zip(new, self.scales, strict=True)]
-        if not first:  # bytes, because torch cannot concatenate E4M3 on a CPU
-            stored = [torch.cat([old.view(torch.uint8), x], 2) for old, x in zip((self.keys, self.values), stored, strict=True)]
-        self.keys, self.values = (x.view(E4M3.dtype) for x in stored)
+        held = super().update(*stored, *args, **kwargs)
         if first and self.first_exact:
             return new
-        keys, values = ((x.float() * scale).to(self.dtype) for x, scale in zip((self.keys, self.values), self.scales, strict=True))
+        keys, values = ((x.view(E4M3.dtype).float() * scale).to(new[0].dtype) for x, scale in zip(held, self.scales, strict=True))
         return keys, values
 
     def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,13 +109,30 @@ class E4M3Layer(DynamicLayer):
         return (x.float() / scale).to(E4M3.dtype) if self.scale is None else E4M3.quantize(x, scale)
 
 
-class E4M3Cache(DynamicCache):
-    """A cache whose full-attention layers are `E4M3Layer`s with these options; sliding windows and `skip_layers` stay in 16 bits."""
+class E4M3Layer(_StoresE4M3, DynamicLayer):
+    """A full-attention layer that stores E4M3."""
 
-    def __init__(self, config: Any, *, skip_layers: Collection[int] = (), **options: Any) -> None:
+
+class E4M3SlidingLayer(_StoresE4M3, DynamicSlidingWindowLayer):
+    """A sliding window that stores E4M3."""
+
+
+class E4M3Cache(DynamicCache):
+    """A cache whose layers store E4M3.
+
+    Args:
+        skip_layers: numbers of layers that stay in 16 bits.
+        windows: layers with a sliding window store E4M3, too; else they stay in 16 bits.
+        options: `scale` and `first_exact`, of `_StoresE4M3`.
+    """
+
+    def __init__(self, config: Any, *, skip_layers: Collection[int] = (), windows: bool = False, **options: Any) -> None:
         super().__init__(config=config)
+        replaced: dict[type, Callable[[Any], CacheLayerMixin]] = {DynamicLayer: lambda _: E4M3Layer(**options)}
+        if windows:
+            replaced[DynamicSlidingWindowLayer] = lambda old: E4M3SlidingLayer(old.sliding_window, **options)
         self.layers: list[CacheLayerMixin] = [
-            E4M3Layer(**options) if type(layer) is DynamicLayer and number not in skip_layers else layer
+            layer if number in skip_layers else replaced.get(type(layer), lambda old: old)(layer)
             for number, layer in enumerate(self.layers)
         ]
 

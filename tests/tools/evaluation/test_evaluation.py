@@ -111,6 +111,20 @@ def test_a_plain_cast_rounds_once_and_saturates():
     assert layer.keys.nbytes == 2 * 5 * 7
 
 
+def test_a_plain_cast_of_windows():
+    """Layer 0 has a window of 4, so it holds 3 tokens, and a step sees them beside its own."""
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    plain, cast = (E4M3Cache(config, windows=windows) for windows in (False, True))
+    x = torch.randn(1, 1, 6, 64, generator=torch.Generator().manual_seed(0))
+    rounded = x.to(torch.float8_e4m3fn).float()
+    for cache, window in ((plain, x), (cast, rounded)):
+        cache.update(x[:, :, :5], x[:, :, :5], 0)
+        for layer, want in ((0, window[:, :, 2:]), (1, rounded[:, :, 5:])):
+            assert all(torch.equal(got, want) for got in cache.update(x[:, :, 5:], x[:, :, 5:], layer))
+    assert (plain.layers[0].keys.nbytes, cast.layers[0].keys.nbytes) == (4 * 3 * 64, 3 * 64)
+    assert type(E4M3Cache(config, windows=True, skip_layers=(0,)).layers[0]) is transformers.cache_utils.DynamicSlidingWindowLayer
+
+
 def test_one_scale_a_tensor_is_as_in_transformers():
     if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no FP8 cache")
