@@ -114,9 +114,12 @@ def main() -> None:
 
         compare(name, cases, args.base)
         return
+    adds = args.save and len(cases) < len(benchmark.CASES)
+    if adds:
+        results.require_new(name, cases)
     start = time.time()
     compile_ahead({name: cases})
-    if args.save and len(cases) < len(benchmark.CASES):
+    if adds:
         for case in cases:
             if (found := measured(name, [case]))[0]:
                 results.add(name, *found)

@@ -64,17 +64,30 @@ def add(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, fol
     Raises:
         ValueError: the file has one of the cases, or rows of another device, torch or Triton.
     """
-    head = header(peers or {})
-    path = (folder or RESULTS) / slug(head["device"]) / f"{name}.json"
-    if not path.is_file():
-        return save(name, rows, peers, folder)
-    held = json.loads(path.read_text())
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    if twice := sorted({row["case"] for row in held["rows"]} & {*cases}):
-        raise ValueError(f"{path} has {', '.join(twice)}: measure other cases, or all of them")
-    write(path, joined(held, head, cases), held["rows"] + rows)
+    path, held = require_new(name, cases, folder)
+    if held is None:
+        return save(name, rows, peers, folder)
+    write(path, joined(held, header(peers or {}), cases), held["rows"] + rows)
     print(f"{len(rows)} rows added to {path}", flush=True)
     return path
+
+
+def require_new(name: str, cases: Iterable[str], folder: Path | None = None) -> tuple[Path, dict | None]:
+    """The results file to which these cases can be added, and what it has; None if there is no file.
+
+    Raises:
+        ValueError: as `add`.
+    """
+    head = header({})
+    path = (folder or RESULTS) / slug(head["device"]) / f"{name}.json"
+    if not path.is_file():
+        return path, None
+    held = json.loads(path.read_text())
+    if twice := sorted({row["case"] for row in held["rows"]} & {*cases}):
+        raise ValueError(f"{path} has {', '.join(twice)}: measure other cases, or all of them")
+    joined(held, head, cases)
+    return path, held
 
 
 def joined(held: Mapping, head: Mapping, names: Iterable[str]) -> dict:

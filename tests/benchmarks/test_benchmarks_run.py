@@ -25,6 +25,7 @@ def runner(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "benchmarks", lambda: {"made": "Something measured."})
     monkeypatch.setattr(results, "save", lambda name, rows, peers: kept.append((name, rows)))
     monkeypatch.setattr(results, "add", lambda name, rows, peers: kept.append((f"more of {name}", rows)))
+    monkeypatch.setattr(results, "require_new", lambda name, cases: kept.append(("wanted", [{"case": case} for case in cases])))
     monkeypatch.setenv("FP8ATTN_COMMIT", "abc")
     results.commit.cache_clear()
 
@@ -44,8 +45,8 @@ def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, ca
     assert capsys.readouterr().out.startswith("\na-1\n  fp8attn                   ms 1  1.000 of the first's time\n\na-2\n")
     [(name, rows)] = runner("made", "--save")
     assert name == "made" and [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 2.0), ("b", 3.0)]
-    added = runner("made", "a-", "--save")  # each case when it is measured
-    assert [(name, [row["case"] for row in rows]) for name, rows in added] == [("more of made", ["a-1"]), ("more of made", ["a-2"])]
+    added = [(name, [row["case"] for row in rows]) for name, rows in runner("made", "a-", "--save")]  # each case when it is measured
+    assert added == [("wanted", ["a-1", "a-2"]), ("more of made", ["a-1"]), ("more of made", ["a-2"])]
     capsys.readouterr()
     assert runner("made", "--list") == [] and capsys.readouterr().out.endswith("a-1\na-2\nb\n")
     with pytest.raises(SystemExit, match="made has no case with nothing in its name: --list lists them"):
