@@ -4,6 +4,7 @@
 
 MODEL is a folder of a transformers model, FOLDER keeps the exact run, CASES is a regular expression. K after RoPE, less a mean, is rotated
 and rounded to INT8. V, less the mean of today's rule, is rounded to E4M3 or INT8. All else is FP32. Each case is beside exact attention.
+Cases of "layer 0" change that layer alone: 16 bits, a mean over fewer positions, or E4M3 keys that are not rotated.
 """
 
 import json
@@ -118,7 +119,10 @@ def attention(module, q, k, v, mask, scaling=None, dropout=0.0, **_):
         # A constant that is subtracted from K changes every score of a row alike, and nothing else.
         k_format, v_format = FORMATS[now["format"]]
         k_mean, v_mean = (now[of].get(index, torch.zeros(1, 1))[:, None] for of in ("k_mean", "v_mean"))
-        q, k = rotate(q), rounded(rotate(k[0] - k_mean), k_format)[None]
+        if index in now["e4m3"]:
+            k = rounded(k[0] - k_mean, "e4m3 " + k_format.split()[1])[None]
+        else:
+            q, k = rotate(q), rounded(rotate(k[0] - k_mean), k_format)[None]
         v = (rounded(v[0] - v_mean, v_format) + v_mean)[None]
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
@@ -158,6 +162,9 @@ def main() -> None:
         "oracle": lambda: lambda window: rules.seen(window, LENGTH),
         "a: today": rules.biases,
         "a: today; layer 0 exact": rules.biases,
+        "a: today; layer 0 e4m3": rules.biases,
+        "a: today; layer 0 e4m3, no mean": lambda: rules.biases() | {0: torch.zeros(1, 1)},
+        **{f"a: today; layer 0 to {n:,}": lambda n=n: rules.biases() | {0: rules.biases(n)[0]} for n in (1024, 4096)},
         "a: today; late": rules.biases,
         "a, to 131,072": lambda: rules.biases(131072),
         "b: to 1,024": lambda: rules.biases(LENGTH),
@@ -182,7 +189,8 @@ def main() -> None:
             kl, loss = [], []
             for window in windows:
                 now.update(format=form, k_mean=found(window) if callable(found) else found, v_mean=v_mean, frequency=rules.frequency)
-                now.update(start=24576 if "late" in case else 0, skip={0} if "layer 0" in case else ())
+                now.update(start=24576 if "late" in case else 0, skip={0} if "layer 0 exact" in case else ())
+                now.update(e4m3={0} if "layer 0 e4m3" in case else ())
                 log_p, wanted, ids = (
                     model(window["ids"], use_cache=False).logits[0].log_softmax(-1),
                     window["log_p"],

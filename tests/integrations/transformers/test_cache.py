@@ -110,7 +110,7 @@ def test_an_interrupted_forward_is_dropped(llama, static, skip, stopped, first):
             llama(ids[:, :first], past_key_values=cache)
         return cache
 
-    cache, again, k = make_cache(), make_cache(), torch.zeros(2, 2, 1, 64)
+    cache, again = make_cache(), make_cache()
     expected = llama(ids[:, first:], past_key_values=copy.deepcopy(cache)).logits
     interrupted(llama, stopped, ids[:, first:], past_key_values=cache)
     with pytest.warns(UserWarning, match=rf"the last forward stopped in layer {stopped} of 2 .* dropped"):
@@ -119,9 +119,8 @@ def test_an_interrupted_forward_is_dropped(llama, static, skip, stopped, first):
     assert int(cache.get_seq_length()) == ids.shape[1]
     interrupted(llama, stopped, ids[:, first:], past_key_values=again)  # and by the next forward alone, or by a crop of nothing
     with pytest.warns(UserWarning, match="dropped"):
-        again.update(k, k, 0) if static and skip else again.crop(0)
-    if not (static and skip):
-        close(llama(ids[:, first:], past_key_values=again).logits, expected)
+        again.crop(0)
+    close(llama(ids[:, first:], past_key_values=again).logits, expected)
 
 
 def test_an_interrupted_forward_that_filled_a_window_asks_for_a_reset():
@@ -168,13 +167,14 @@ def test_nbytes_is_half(llama):
     assert caches[2].nbytes - table == (caches[0].nbytes - table) * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
 
 
+@pytest.mark.parametrize("skip", [(), (0,)])
 @pytest.mark.parametrize("static", [False, True])
-def test_crop_reset_and_moving_sequences(llama, static):
+def test_crop_reset_and_moving_sequences(llama, static, skip):
     ids = prompt(3)
     length = 200 if static else None
 
     def filled(n=150, rows=slice(None)):
-        cache = FP8Cache(llama, max_cache_len=length)
+        cache = FP8Cache(llama, max_cache_len=length, skip_layers=skip)
         with torch.no_grad():
             llama(ids[rows, :n], past_key_values=cache)
         return cache
@@ -372,4 +372,4 @@ def test_another_head_dim_batch_and_offloading_are_refused(llama):
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(3)
     with pytest.raises(ValueError, match="without max_cache_len"):
-        FP8Cache(llama, max_cache_len=64, skip_layers=[0]).crop(-1)
+        FP8Cache(make("qwen2-mixed"), max_cache_len=64).crop(-1)

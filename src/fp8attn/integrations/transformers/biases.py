@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,13 +68,17 @@ class LayerBiases:
 
 
 @torch.no_grad()
-def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, LayerBiases]:
+def layer_biases(
+    model: nn.Module, context: int | None = None, k_means: Mapping[int, torch.Tensor] | None = None
+) -> dict[int, LayerBiases]:  # fmt: skip
     """The effect of biases, by layer index. Layers on which biases have none are absent.
 
     Args:
         model: a transformers model.
         context: positions, from 0, over which K's bias is averaged. None: the config's max_position_embeddings.
+        k_means: by layer index, `[num_kv_heads, head_dim]` float32, calibrated means of K, which are subtracted in the place of those here.
     """
+    k_means = k_means or {}
     context = context or getattr(decoder_config(model.config), "max_position_embeddings", None) or POSITIONS
     rotary = next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
     found = {}
@@ -82,7 +86,7 @@ def layer_biases(model: nn.Module, context: int | None = None) -> dict[int, Laye
         biased = [which for which in "kv" if _is_biased(attention, which, norm)]
         read = {which: offset for which in biased if (offset := _offset(attention, which, norm)) is not None}
         v_mean = _several(*read["v"]) if "v" in read else None
-        rotated = _rotated(*read["k"], attention, rotary, context) if "k" in read else _NOTHING
+        rotated = _rotated(*read["k"], attention, rotary, context, k_means.get(index)) if "k" in read else _NOTHING
         unread = len(read) < len(biased) or rotated is None
         k_mean, k_offset, k_step = rotated or _NOTHING
         if v_mean is not None or k_mean is not None or k_offset or unread:
@@ -290,12 +294,15 @@ _NOTHING = _Rotated(None, 0.0, 1.0)
 
 
 def _rotated(
-    offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int
-) -> _Rotated | None:
-    """What RoPE makes of K's bias. None: RoPE has an unknown form."""
+    offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int,
+    given: torch.Tensor | None = None,
+) -> _Rotated | None:  # fmt: skip
+    """What RoPE makes of K's bias. None: RoPE has an unknown form. `given`: the mean to subtract; None: the bias's own."""
+    given = None if given is None or given.shape != offset.shape else given.to(offset)  # a process may have a share of the heads
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
-        return _Rotated(_several(offset, deviation), 0.0, 1.0)
+        fixed = _several(offset, deviation) if given is None else given
+        return _Rotated(fixed, 0.0, _step((offset if fixed is None else offset - fixed)[:, None], deviation))
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to rotate.
@@ -322,8 +329,13 @@ def _rotated(
     # If some position is farther from the mean than from zero, the mean would make the scale of that position's page larger.
     harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
     of_pair = length(deviation) / mixed.sum(0).sqrt()
-    mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0)
+    mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0) if given is None else given
     left = x - mean[:, None]
     in_deviations = length(left).square().mean(1).sqrt() / of_pair
-    step = (1 + left.square().mean(1).sum(1) / deviation.square().sum(1)).sqrt()
-    return _Rotated(mean if mean.any() else None, *(float(found.nan_to_num(0.0).amax()) for found in (in_deviations, step)))
+    return _Rotated(mean if mean.any() else None, float(in_deviations.nan_to_num(0.0).amax()), _step(left, deviation))
+
+
+def _step(left: torch.Tensor, deviation: torch.Tensor) -> float:
+    """`LayerBiases.k_step`, of what remains at each position `[num_kv_heads, positions, head_dim]`; 1 without deviations (engine.biases)."""
+    size = deviation.square().sum(1)
+    return float(torch.where(size > 0, (1 + left.square().mean(1).sum(1) / size).sqrt(), 1.0).amax())

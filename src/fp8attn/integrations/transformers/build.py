@@ -1,8 +1,7 @@
-"""What an `FP8Cache` is made of: layers in 8 and in 16 bits, by the model and the options, and static means from the weights."""
+"""What an `FP8Cache` is made of: layers in 8 and in 16 bits, by the model and the options."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,9 +12,9 @@ from ...errors import UsageError
 from ...formats.codec import KeyDtype, codec_of
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, check_backend
-from ...scales import KVScales, ranges
-from .biases import layer_biases, spread_layers
+from ...scales import KVScales
 from .config import decoder_config, layers_of, unsupported_reason
+from .kept import KeptLayer
 from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
 
 
@@ -80,7 +79,7 @@ def make_layers(
             key_dtype=key_dtype,
             rotate_keys=rotate_keys,
         )
-    plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else STATIC_LAYER_TYPE_MAPPING
+    plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer}
     length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
     layers: list[Any] = []
     groups: dict[tuple[int, int, int | None], FP8Layers] = {}
@@ -115,26 +114,6 @@ def make_layers(
             getattr(x, "is_sliding", False) for x in layers if not isinstance(x, FP8Layer)
         )
     return layers, list(groups.values())
-
-
-def read_weights(model: PreTrainedModel, groups: list[FP8Layers]) -> None:
-    """Set static means and the rotation of each layer by the model's weights, and warn about biases that cannot be read."""
-    options, layers = groups[0], [layer for group in groups for layer in group.layers]
-    relative = not codec_of(options.key_dtype).is_integer  # the error of a code
-    biases, spread = layer_biases(model, options.max_cache_len), spread_layers(model) if relative else ()
-    for layer in layers:
-        found = biases.get(layer.index)
-        if found is not None:
-            layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
-        if relative and (layer.index in spread or (found is not None and found.stands_out)):
-            layer.rotate_keys = False
-    if unread := sorted(layer.index for layer in layers if layer.index in biases and biases[layer.index].unread):
-        warnings.warn(
-            f"biases of {type(model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights are "
-            "not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy if "
-            "the biases are large. Calibrate: FP8Cache(model, scales=fp8attn_tools.calibrate(model, batches))",
-            stacklevel=3,
-        )
 
 
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:

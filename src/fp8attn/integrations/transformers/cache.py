@@ -19,10 +19,11 @@ from ...pages import KVPages
 from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
-from .build import make_layers, read_weights, transformers_model
+from .build import make_layers, transformers_model
 from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of
 from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8SlidingLayer
 from .tensors import ATTN_IMPLEMENTATION
+from .weights import Weights
 
 COMPLETE = -1
 
@@ -75,7 +76,7 @@ class FP8Cache(Cache):
         *,
         max_cache_len: int | None = None,
         scales: KVScales | None = None,
-        skip_layers: Iterable[int] | Callable[[int], bool] = (),
+        skip_layers: Iterable[int] | Callable[[int], bool] | None = None,
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
         exact: bool = False,
@@ -84,9 +85,13 @@ class FP8Cache(Cache):
         backend: BackendName = "auto",
     ) -> None:
         model = transformers_model(model)
-        self._build(model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend)
+        weights = Weights(model, max_cache_len, scales, batch_invariant)
+        skipped = weights.keeps if skip_layers is None else skip_layers
+        self._build(model, max_cache_len, scales, skipped, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend)
         if free := [group for group in self.groups if scales is None or group.window is not None]:
-            read_weights(model, free)
+            weights.set_static(free)
+        if skip_layers is None:
+            weights.say_kept(self.fp8_layers)
         if max_cache_len is not None and model.device.type != "meta":
             specs = layers_of(model.config)
             for group in self.groups:
