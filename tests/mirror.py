@@ -57,10 +57,15 @@ ROWS = {
         "integrations/transformers/test_cache.py",
         "integrations/transformers/test_hybrid.py",
     ),
+    "fp8attn/integrations/transformers/kept.py": (
+        "integrations/transformers/test_cache.py",
+        "integrations/transformers/test_transformers.py",
+    ),
     "fp8attn/integrations/transformers/tensors.py": (
         "integrations/transformers/test_windows.py",
         "integrations/transformers/test_masks.py",
     ),
+    "fp8attn/integrations/transformers/weights.py": ("integrations/transformers/test_biases.py",),
     "fp8attn/integrations/vllm/": ("integrations/test_vllm.py", "vllm/test_plugin.py", "vllm/test_steps.py", "vllm/test_static.py"),
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),

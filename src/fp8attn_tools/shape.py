@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.transformers.config import attention_shape, layers_of
 
 from .plan import CacheShape
@@ -31,6 +32,23 @@ def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
     files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if files:
         return sum(file.stat().st_size for file in files), "size of the files"
-    with torch.device("meta"):  # shapes only: no memory, no download
-        built = AutoModelForCausalLM.from_config(config)
-    return 2 * sum(p.numel() for p in built.parameters()), "counted from the architecture, 16 bits each"
+    return 2 * sum(p.numel() for p in _shapes(config).parameters()), "counted from the architecture, 16 bits each"
+
+
+def may_have_biases(config: PreTrainedConfig) -> bool:
+    """Whether a model's K or V have biases, by its architecture.
+
+    How large they are is in the weights. `FP8Cache` keeps layers where K's are too large in 16 bits. Then its cache is larger than
+    `shape_of` says.
+    """
+    try:
+        built = _shapes(config)
+    except ValueError:  # a class that is not transformers' own
+        return True
+    return any(found.unread for found in layer_biases(built).values())
+
+
+def _shapes(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without weights: no memory, no download."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 from fp8attn import UsageError  # noqa: E402
 from fp8attn_tools.plan import CacheShape  # noqa: E402
-from fp8attn_tools.shape import count_weights, shape_of  # noqa: E402
+from fp8attn_tools.shape import count_weights, may_have_biases, shape_of  # noqa: E402
 
 from ..integrations.transformers.test_config import gemma3  # noqa: E402
 
@@ -30,6 +30,15 @@ def test_layers_that_share_k_and_v_are_counted_as_the_cache_has_them():
         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
     assert shape_of(config).num_layers == len(transformers.DynamicCache(config=config).layers)
+
+
+def test_biases_are_those_of_the_architecture():
+    """StarCoder's have a form that is not known. What transformers cannot make may have some."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 64}
+    assert may_have_biases(transformers.Qwen2Config(**sizes)) and may_have_biases(transformers.LlamaConfig(**sizes, attention_bias=True))
+    assert may_have_biases(transformers.GPTBigCodeConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=64))
+    assert not may_have_biases(transformers.LlamaConfig(**sizes)) and not may_have_biases(transformers.Qwen3Config(**sizes))
+    assert may_have_biases(transformers.PreTrainedConfig())
 
 
 def test_a_model_without_a_cache_is_refused():

@@ -24,6 +24,11 @@ from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, 
 from .sensitivity import sensitivity
 from .shared import about, check_served, load, numbers, out, output, print_json, progress, read_text, sequences
 
+BIASED = (  # `plan` of a model with biases
+    "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much; fp8attn doctor --model "
+    "names such layers"
+)
+
 
 class Commands(TyperGroup):
     """Shows errors that the user can correct in one line, with exit code 2. `--debug` shows their traceback, too."""
@@ -169,20 +174,22 @@ def plan(
         raise UsageError("give --model, or all of --layers, --kv-heads and --head-dim")
     if layers is not None and kv_heads is not None and head_dim is not None:
         shape, counted, source = planning.CacheShape(layers, kv_heads, head_dim), 0, "not counted; give --weights"
+        biases = False
     else:
         from ..evaluation.models import default_model, load_config
-        from ..shape import count_weights, shape_of
+        from ..shape import count_weights, may_have_biases, shape_of
 
         name = model or default_model()
         config = load_config(name)
-        shape = shape_of(config)
+        shape, biases = shape_of(config), may_have_biases(config)
         counted, source = (0, "") if weights else count_weights(name, config)
     if weights:
         counted, source = planning.parse_bytes(weights), "--weights"
     size = planning.parse_bytes(memory)
     fits = planning.plan(shape, size, weights=counted, context=context, batch=batch)
+    note = BIASED if biases else None
     if as_json:
-        print_json({"memory": size, "weights": counted, "context": context, "batch": batch, "shape": shape, "rows": fits})
+        print_json({"memory": size, "weights": counted, "context": context, "batch": batch, "shape": shape, "rows": fits, "note": note})
         return
     table = Table(title=f"{planning.human(size)}, weights {planning.human(counted)} ({source})")
     columns = (
@@ -201,6 +208,8 @@ def plan(
     if shape.num_layers > shape.full_layers:
         sliding = f"{len(shape.windows)} sliding layers have pages of their windows, {len(shape.windows_16_bit)} stay in 16 bits"
         out.print(f"{shape.full_layers} full layers; {sliding}; {shape.other_layers} layers have no cache of K and V")
+    if note:
+        out.print(note)
 
 
 @app.command()

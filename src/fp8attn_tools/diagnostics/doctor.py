@@ -106,7 +106,8 @@ def examine(model: Any) -> list[Check]:
         worst = max(steps, key=lambda layer: steps[layer])
         detail = (
             f"layers {ranges(steps)}: the offset makes the step of INT8 keys up to {steps[worst]:.0f} times as large (layer {worst}). "
-            f"Of the layers with offsets these lose most; keep them in 16 bits: skip_layers={sorted(steps)}"
+            f"FP8Cache keeps them in 16 bits, as skip_layers={sorted(steps)} does, unless skip_layers says otherwise; vLLM and SGLang "
+            "cannot"
         )
         checks.append(Check("steps of INT8 keys", "warn", detail))
     if not checks:
@@ -125,7 +126,7 @@ def offset_checks(offsets: Mapping[int, float]) -> list[Check]:
     worst = max(offsets, key=lambda layer: offsets[layer])
     detail = (
         f"layers {ranges(offsets)}: RoPE rotates an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), so no static mean "
-        f"removes it. INT8 keys lose least; or keep these layers in 16 bits: skip_layers={sorted(offsets)}"
+        f"removes it. INT8 keys lose least. fp8attn sensitivity measures what a layer loses; skip_layers keeps it in 16 bits"
     )
     return [Check("offsets of K", "warn", detail)]
 

@@ -148,7 +148,7 @@ def cache_factory(
     *,
     scales: KVScales | None = None,
     max_cache_len: int | None = None,
-    skip_layers: Collection[int] = (),
+    skip_layers: Collection[int] | None = None,
     backend: BackendName = "auto",
 ) -> MakeCache:
     """A function that makes an empty cache of this name for a model.
@@ -161,7 +161,8 @@ def cache_factory(
         model: a transformers model. The weights give fp8attn's caches static means (`FP8Cache`).
         scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
-        skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`.
+        skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`. None: those that `FP8Cache` chooses, and
+            for `scale-1` none.
         backend: of fp8attn's caches.
     Raises:
         UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache that takes no
@@ -176,7 +177,7 @@ def cache_factory(
     if name == "bf16":
         return lambda: BF16Cache(model.config)
     if name == "scale-1":
-        return lambda: E4M3Cache(model.config, skip_layers=skip_layers)
+        return lambda: E4M3Cache(model.config, skip_layers=skip_layers or ())
     if name == "transformers-fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             raise UsageError(f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is installed")

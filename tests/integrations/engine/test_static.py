@@ -63,6 +63,21 @@ def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
     assert "the biases of an/unknown-model cannot be read" in record.message and "fp8attn calibrate" in record.message
 
 
+def test_layers_that_lose_are_named_once(tmp_path, caplog):
+    """Layer 1 has a bias of 125 deviations (1.6) in one fast channel of 64: the step is 16 times as large."""
+    model = qwen2()
+    model.model.layers[1].self_attn.k_proj.bias.data[1] = 200.0
+    model.save_pretrained(tmp_path)
+    served = ServedModel(str(tmp_path), None, 1024, num_layers=4, num_kv_heads=2)
+    for number in range(4):
+        static_state(Options(), served, number, slice(0, 2), head_dim=64)
+    (record,) = caplog.records  # at WARNING, which vLLM's log shows
+    step = layer_biases(model, 1024)[1].k_step
+    assert step == pytest.approx(200 / 1.6 / 8, rel=0.1)
+    assert f"layers 1 of {tmp_path} lose accuracy in 8 bits" in record.message and f"up to {step:.0f} times as coarse" in record.message
+    assert "--max-model-len" in record.message
+
+
 @pytest.mark.parametrize("how", ["AWQ", "FP8", "compressed-tensors"])
 def test_quantized_checkpoints_have_means(tmp_path, how):
     """Their biases are subtracted whole: with the weights, those that are small beside K are not."""
@@ -78,3 +93,4 @@ def test_quantized_checkpoints_have_means(tmp_path, how):
         assert used.any() and not used.all() and (found[index].k_mean != 0).sum() > used.sum()
         assert torch.equal(found[index].k_mean[used], layer.k_mean[used])
         assert torch.equal(found[index].v_mean, torch.full((2, 64), 0.25))
+        assert not found[index].loses  # unknown

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2Config
 from typer.testing import CliRunner
 
 from fp8attn import KVScales, __version__
@@ -266,6 +266,15 @@ def test_plan_of_a_model(tiny_model):
     assert found["shape"] == {"full_layers": 2, "num_kv_heads": 2, "head_dim": 64, "windows": [], "windows_16_bit": [], "other_layers": 0}
     assert found["weights"] == (tiny_model / "model.safetensors").stat().st_size
     assert "size of the files" in " ".join(run("plan", "--model", tiny_model, "--memory", "1GiB").split())
+    assert found["note"] is None
+
+
+def test_plan_of_a_model_with_biases(tmp_path):
+    """Their size is in the weights, which are not read."""
+    Qwen2Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=128).save_pretrained(tmp_path)
+    found = run_json("plan", "--model", tmp_path, "--weights", "1GB")
+    assert "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much" in found["note"]
+    assert found["note"] in " ".join(run("plan", "--model", tmp_path, "--weights", "1GB").split())
 
 
 def test_doctor_of_a_model(tiny_model):

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...errors import UsageError
+from ...scales import ranges
 from ..checkpoint import FLOATS, Checkpoint
 from ..transformers.biases import LayerBiases, layer_biases
 from ..transformers.config import decoder_config
@@ -29,12 +30,18 @@ _IF_BIASES = (
     "If its keys or values have large biases, as those of Qwen2 have, 8 bits lose accuracy: serve a folder of safetensors files or a model "
     "in the cache of the Hugging Face Hub, or pass the option scales with a file of `fp8attn calibrate`"
 )
+_IF_LOSING = (
+    "An engine has all layers in 8 bits. INT8 keys (the option key_dtype) lose least, and a shorter context (vllm --max-model-len, sglang "
+    "--context-length) leaves less of the biases. `fp8attn sensitivity` measures the loss; if it is too much, serve the model with the "
+    "engine's own cache of 16 bits"
+)
 _BIAS = re.compile(rf".*{_PROJECTION}\.bias")
 
 
 @lru_cache(maxsize=2)  # a model, and its draft model
 def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerBiases]:
     """The means of a model's layers, by index. Empty if its projections have no biases, or cannot be read; then a warning has the reason.
+    Another one names the layers that lose accuracy whatever is subtracted (`LayerBiases.loses`).
 
     Where the weights are quantized, biases are not: such a layer subtracts them whole, since how large they are beside K or V is unknown.
 
@@ -55,6 +62,11 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         logger.warning("fp8attn: the biases of %s have a form that is not known, so there are no static means. %s", model, _IF_BIASES)
     used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in found.values())
     logger.info("fp8attn: static means from the biases of %d layers", used)
+    if losing := {index: layer.k_step for index, layer in found.items() if layer.loses}:
+        logger.warning(
+            "fp8attn: layers %s of %s lose accuracy in 8 bits. RoPE rotates large biases of their keys, so no mean removes them, and 8 "
+            "bits are up to %.0f times as coarse. %s", ranges(losing), model, max(losing.values()), _IF_LOSING,
+        )  # fmt: skip
     return found
 
 

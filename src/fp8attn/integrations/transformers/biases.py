@@ -336,6 +336,6 @@ def _rotated(
 
 
 def _step(left: torch.Tensor, deviation: torch.Tensor) -> float:
-    """`LayerBiases.k_step`, of what remains at each position `[num_kv_heads, positions, head_dim]`; 1 without deviations (engine.biases)."""
+    """`LayerBiases.k_step`, of what remains at each position `[num_kv_heads, positions, head_dim]`; 1 if deviations are unknown."""
     size = deviation.square().sum(1)
     return float(torch.where(size > 0, (1 + left.square().mean(1).sum(1) / size).sqrt(), 1.0).amax())

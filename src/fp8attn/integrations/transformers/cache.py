@@ -34,10 +34,11 @@ class FP8Cache(Cache):
     The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one afterwards, the cache
     returns dequantized K and V, which is slower.
 
-    Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. INT8
-    keys are rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation would spread a
-    large error over all channels: where K has an offset that no static mean removes, because RoPE rotates it, and where large channels of K
-    meet small channels of Q.
+    Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. No
+    mean removes a bias of K that RoPE rotates. Layers where such biases make keys too coarse in 8 bits (`LayerBiases.loses`) stay in 16
+    bits, and a warning names them; `skip_layers` overrules it. INT8 keys are rotated in every layer. The error of E4M3 is relative. So E4M3
+    keys are not rotated in layers where the rotation would spread a large error over all channels: where K has an offset that no static
+    mean removes, and where large channels of K meet small channels of Q.
 
     A layer with a sliding window has pages for its window, which are used again (`cache.ring`). Below 384 tokens these pages would not be
     smaller than the window in 16 bits. Such layers are transformers' own, and so are chunked layers and the states of linear layers. The
@@ -53,12 +54,13 @@ class FP8Cache(Cache):
         max_cache_len: number of tokens of the static form, which allocates all memory at once and needs no host work in a step. So decoding
             compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache grows with its tokens. K's bias is averaged
             over these positions (None: over the config's max_position_embeddings).
-        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. They have means and a rotation of their
-            own, so the weights are not read. None: each page has its own scales, and no calibration is needed.
+        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. Their means replace those of biases, and
+            what these leave decides which layers stay in 16 bits. None: each page has its own scales, and no calibration is needed.
         key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
-        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `fp8attn
-            sensitivity` measures a model and chooses them. `edge_layers` names the first and last layers.
+        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `()`: all
+            layers are in 8 bits. None: those with too large biases stay in 16 bits, unless no layer would be in 8 bits, or
+            `batch_invariant` is given. `fp8attn sensitivity` measures a model and chooses layers; `edge_layers` names the first and last.
         exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
         batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The model's other
             layers are not the cache's: their matrix products depend on the batch, unless they are replaced.
@@ -157,7 +159,7 @@ class FP8Cache(Cache):
         of = transformers_model(model)
 
         def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
-            cache = cls.__new__(cls)  # means are in the file, so the model's weights are not read
+            cache = cls.__new__(cls)  # means and the choice of layers are in the file, so the model's weights are not read
             cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, False, backend)
             return cache
 

@@ -62,7 +62,7 @@ class LayerSpec:
 
     @property
     def in_pages(self) -> bool:
-        """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless `skip_layers` names it."""
+        """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless its `skip_layers` or its biases keep it in 16 bits."""
         return self.is_full or self.is_ring
 
 

@@ -41,8 +41,8 @@ class KeptLayer(StaticLayer):
         keys, values = (x[indices.to(x.device)] for x in (self.keys, self.values))
         if len(keys) != len(self.keys):
             raise ValueError(
-                f"{what} would change a static FP8Cache from {len(self.keys)} to {len(keys)} sequences; use max_cache_len=None, or give the "
-                "prompt to generate with the final batch"
+                f"{what} would change a static FP8Cache from {len(self.keys)} to {len(keys)} sequences; use max_cache_len=None, or give "
+                "the prompt to generate with the final batch"
             )
         self.keys.copy_(keys)
         self.values.copy_(values)

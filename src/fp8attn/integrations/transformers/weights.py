@@ -73,8 +73,8 @@ class Weights:
         name, kept = type(self.model).__name__, [index for index in self.losing if index not in fp8_layers]
         if kept:
             warnings.warn(
-                f"FP8Cache keeps layers {ranges(kept)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass skip_layers={kept} for "
-                "the same without this warning, or skip_layers=() for 8 bits in all layers",
+                f"FP8Cache keeps layers {ranges(kept)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass skip_layers={kept} "
+                "for the same without this warning, or skip_layers=() for 8 bits in all layers",
                 stacklevel=3,
             )
         else:
