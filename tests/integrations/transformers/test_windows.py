@@ -19,7 +19,8 @@ from tests.support.transformers_models import VOCABULARY, make, one_thread, usin
 W = SHORTEST_WINDOW
 CUTS = (500, 1, 1, 20, 150, 16, 3)
 LENGTH = sum(CUTS)
-FAMILIES = ("mistral", "gemma3", "gemma2-softcap", "gemma3n-shared-kv")
+WIDE = "gemma4-512-k-is-v-shared-kv"
+FAMILIES = ("mistral", "gemma3", "gemma2-softcap", "gemma3n-shared-kv", WIDE)
 
 
 def windowed(family="mistral", window=W, **changes):
@@ -190,7 +191,7 @@ def test_an_empty_cache_takes_another_batch():
     logits(model, cache, (10,), tokens=ids(3))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", WIDE])
 @pytest.mark.parametrize("length", [None, LENGTH])
 def test_files(tmp_path, family, length):
     model, path = windowed(family), tmp_path / "prompt.safetensors"
@@ -308,7 +309,7 @@ def test_16_bit_layers_beside_static_windows_under_other_attention(family, imple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", WIDE])
 @torch.no_grad()
 def test_compiled_forwards(family):
     """One graph for a step and one for a chunk, which is written to a run; with padding, and without."""
@@ -327,6 +328,17 @@ def test_compiled_forwards(family):
                 at += n
             outs.append(torch.cat(found, 1))
         close(outs[1], outs[0], 1e-3)
+
+
+def test_layers_of_several_shapes():
+    """Gemma 4: windowed layers of one head_dim beside full attention with 512 channels, whose V is K before its norm. E4M3 keys, and pages."""
+    model = windowed(WIDE)
+    cache = FP8Cache(model, key_dtype="e4m3")
+    with using(model, "eager"):
+        exact = logits(model, DynamicCache(config=model.config))
+    close(logits(model, cache), exact, 0.05)  # E4M3 keeps a digit less of K
+    pools = [(group.paged.num_kv_heads, group.paged.head_dim, group.window) for group in cache.groups]
+    assert pools == [(2, 64, W), (1, 512, None)] and cache.groups[1].paged.pages(0).pool.shape[1:] == (1, 2 * 128 * 512 + 128)
 
 
 # Masks
