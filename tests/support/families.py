@@ -161,9 +161,9 @@ def page(untried: dict[str, str]) -> str:
     lines = [
         "# Families of models in transformers", "",
         f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, by `model_type`.",
-        "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64, and compares",
-        "its logits on a growing and on a static cache with those on transformers' own cache. Its sliding windows have "
-        f"{WINDOW} tokens.",
+        "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64 (Gemma 4's full",
+        "attention: 512), and compares its logits on a growing and on a static cache with those on transformers' own cache. Its sliding",
+        f"windows have {WINDOW} tokens.",
         "(Shorter ones stay in 16 bits, because their pages would not be smaller.) `python -m tests.support.families --write` writes this",
         "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
         "have another head_dim or other layers.", "",

@@ -235,7 +235,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        _store_scale(slot_ptr, scale, broken, nan_token, old, CODES)
+        _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES)
     return x0, x1
 
 
@@ -301,7 +301,8 @@ def store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES:
     if overflows_ptr is not None:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        _store_scale(slot_ptr, scale, _largest(every) > _INF, _first_nan(every, old).to(tl.float32), old, CODES)
+        scale_ptr = scale_ptr_of(slot_ptr, CODES)
+        _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, _first_nan(every, old).to(tl.float32), old, CODES)
 
 
 # Both
@@ -324,11 +325,10 @@ def _with_static_scale(x0, x1, scale, old, end, CODES: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
-def _store_scale(slot_ptr, scale, broken, nan_token, old, CODES: tl.constexpr):
+def _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES: tl.constexpr):
     """Write the settled scale of a page, and in K's format without NaN, if the page is `broken` by one, the mark (`KVPages.nan_in_k`)."""
     DENSE: tl.constexpr = CODES.dense
     LAYOUT: tl.constexpr = CODES.layout
-    scale_ptr = scale_ptr_of(slot_ptr, CODES)
     if not CODES.codec.has_nan:  # `KVPages.nan_in_k` keeps what undoes the mark
         marked = broken & (scale == scale)
         tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
