@@ -25,7 +25,7 @@ def test_backends_say_why_not(monkeypatch):
     assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
     reason = "take a head_dim of up to 256, not 512; the backend 'triton' takes it"
     assert reason in unsupported_reason("hopper", "cuda", torch.float16, 512) and select_backend("auto", "cuda", head_dim=512) == "triton"
-    with pytest.raises(ValueError, match="'hopper' cannot run here: .* not 512"):
+    with pytest.raises(ValueError, match=r"'hopper' cannot run here: .* not 512"):
         select_backend("hopper", "cuda", torch.float16, 512)
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
     monkeypatch.setattr(triton, "TRITON_INSTALLED", False)

@@ -33,7 +33,9 @@ def test_layers_that_share_k_and_v_are_counted_as_the_cache_has_them():
 
 
 def test_layers_of_several_shapes_are_refused():
-    with pytest.raises(UsageError, match=r"'gemma4_text' in 8 bits have different .*: \[\(4, 256\), \(4, 512\)\]; call .* CacheShape of each"):
+    with pytest.raises(
+        UsageError, match=r"'gemma4_text' in 8 bits have different .*: \[\(4, 256\), \(4, 512\)\]; call .* CacheShape of each"
+    ):
         shape_of(transformers.Gemma4TextConfig(num_hidden_layers=6))
 
 

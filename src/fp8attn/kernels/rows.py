@@ -124,7 +124,7 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr, part=0):
     HALF: tl.constexpr = ROW.rope_pairs
     INTERLEAVED: tl.constexpr = ROW.rope_interleaved
     STEP: tl.constexpr = ROW.rope_step
-    if D == ROW.width and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
+    if ROW.width == D and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
         base = part * (C // 2)
         if N >= 64:
             a, b = _load_pairs(base, rows, cos, sin, C // 4, ROW)

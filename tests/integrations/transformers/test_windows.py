@@ -331,7 +331,7 @@ def test_compiled_forwards(family):
 
 
 def test_layers_of_several_shapes():
-    """Gemma 4: windowed layers of one head_dim beside full attention with 512 channels, whose V is K before its norm. E4M3 keys, and pages."""
+    """Gemma 4: windowed layers of one head_dim beside full attention with 512 channels, whose V is K before its norm; E4M3 keys."""
     model = windowed(WIDE)
     cache = FP8Cache(model, key_dtype="e4m3")
     with using(model, "eager"):

@@ -149,8 +149,8 @@ def _take_apart(x):
 
 @triton.jit
 def _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, ahead, CODES: tl.constexpr):
-    """`_read_keys` for V, and the largest finite magnitude of the first token. A thread reads the four tokens that share a word of the page,
-    so that whole words change threads."""
+    """`_read_keys` for V, and the largest finite magnitude of the first token. A thread reads the four tokens that share a word of the
+    page, so that whole words change threads."""
     ROW: tl.constexpr = CODES.row
     x0 = _load_values(first, part, x_ptr, stride_t, old, end, ROW)
     x1 = _load_values(first + 8, part, x_ptr, stride_t, old, end, ROW)

@@ -168,9 +168,8 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
             if IS_V or index > PAGE // 2:  # of K, often not
                 x1 = round_again(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), CODES, CLAMP)
         ratio = scale * inverse(grown, CODEC)
-        if not CODES.dense and old > 0:
-            if part == 0:
-                rescale(codes_ptr, ratio, old, CODES)
+        if not CODES.dense and part == 0 and old > 0:
+            rescale(codes_ptr, ratio, old, CODES)
         fresh = index
         scale = grown
         if COUNT:

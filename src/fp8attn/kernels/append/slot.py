@@ -103,7 +103,8 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
 
 @triton.jit
 def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
-    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]` whose tokens begin at `first [32]`, of a part of the channels."""
+    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]`, whose tokens begin at `first [32]`, of a part of the
+    channels."""
     D: tl.constexpr = ROW.head_dim
     C: tl.constexpr = ROW.held
     GROUPS: tl.constexpr = PAGE // GROUP
