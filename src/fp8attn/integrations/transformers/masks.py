@@ -43,8 +43,8 @@ class CompactMask(torch.Tensor):
     """A causal mask with padding on the left, as an int32 tensor `[1, 1, n, B]` of a type that no caller makes by accident.
 
     transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`, too, and so are the
-    last queries, `mask[:, :, -n:]`, to which a mask says the same: Gemma 4 computes layers that share K and V for these alone. The result of
-    any other operation is a plain tensor, which FP8 layers refuse.
+    last queries, `mask[:, :, -n:]`, to which a mask says the same: Gemma 4 computes layers that share K and V for these alone. The result
+    of any other operation is a plain tensor, which FP8 layers refuse.
 
     Attributes:
         window: number of tokens that a query sees; None: all up to its own.
@@ -140,7 +140,8 @@ def fp8_kv_mask(
             if other:
                 return sdpa_mask(**sdpa_arguments)
     in_window = local_size is None or kv_length <= local_size
-    if not (padded or sliced) and isinstance(q_offset, int) and in_window and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0):
+    begins_or_ends = isinstance(q_offset, int) and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0)
+    if not (padded or sliced) and in_window and begins_or_ends:
         return None
     ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
     return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]), local_size)
