@@ -42,7 +42,7 @@ def test_layers_that_share_k_and_v_compute_the_last_queries(skipped, keep):
 
 
 def test_calibrated_scales():
-    """Of full attention, whose K and V the model's own attention function has seen for the last token alone in layers that share them."""
+    """Full-attention layers have calibrated scales; pages of windows settle their own."""
     model = windowed(WIDE)
     cache = FP8Cache(model, scales=calibrate(model, [ids()]))
     with using(model, "eager"):
