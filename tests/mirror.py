@@ -45,10 +45,12 @@ ROWS = {
     ),
     "fp8attn/integrations/transformers/attention.py": (
         "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_wide.py",
         "integrations/transformers/test_masks.py",
     ),
     "fp8attn/integrations/transformers/build.py": (
         "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_wide.py",
         "integrations/transformers/test_cache.py",
         "integrations/transformers/test_hybrid.py",
     ),

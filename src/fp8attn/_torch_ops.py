@@ -31,7 +31,7 @@ def unobserved(x: torch.Tensor) -> bool:
 
 def resolve(backend: BackendName, x: torch.Tensor) -> BackendName:
     """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
-    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype).name
+    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, x.shape[-1]).name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
@@ -99,7 +99,7 @@ def _schema(kind: type[Options], changed: Sequence[str] = ()) -> str:
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = _pages(*args[:_PAGES_SIZE])
     q, q_out, *options, backend = args[_PAGES_SIZE:]
-    how, found = _unflatten(Append, options), find(backend, k.device, k.dtype)
+    how, found = _unflatten(Append, options), find(backend, k.device, k.dtype, k.shape[-1])
     if at_hand(k, found.name):
         check_appended(pages, k.shape[0], how)
     found.append(pages, k, v, how, q, q_out)
@@ -115,7 +115,7 @@ register(
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *options, backend = args[_PAGES_SIZE:]
     params = _unflatten(AttentionParams, options)
-    found, pages = find(backend, q.device, q.dtype), _pages(*args[:_PAGES_SIZE])
+    found, pages = find(backend, q.device, q.dtype, q.shape[-1]), _pages(*args[:_PAGES_SIZE])
     if at_hand(q, found.name):
         check_attended(pages, q.shape[0], params)
     out, lse = found.attention(q, pages, params)
@@ -136,7 +136,7 @@ register(
 
 def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     form, (cos, sin, interleaved, backend) = _format(*args[:_FORMAT_SIZE]), args[_FORMAT_SIZE:]
-    pages = find(backend, k.device, k.dtype).from_dense(k, v, form, rope_of(cos, sin, interleaved))
+    pages = find(backend, k.device, k.dtype, k.shape[-1]).from_dense(k, v, form, rope_of(cos, sin, interleaved))
     return pages.pool, pages.page_table, pages.cache_seqlens
 
 
@@ -156,7 +156,7 @@ register(
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, backend: BackendName) -> torch.Tensor:
-    return find(backend, x.device, x.dtype).rope(x, Rope(cos, sin, interleaved))
+    return find(backend, x.device, x.dtype, x.shape[-1]).rope(x, Rope(cos, sin, interleaved))
 
 
 register(

@@ -233,7 +233,7 @@ def attention(
     )  # fmt: skip
     if direct:
         taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
-        found = find(backend, q.device, q.dtype)
+        found = find(backend, q.device, q.dtype, head_dim)
         if at_hand(q, found.name):
             check_attended(pages, q.shape[0], params)
         result, lse = found.attention(q, pages, params, taken)

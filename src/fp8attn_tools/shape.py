@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
 from fp8attn.integrations.transformers.config import attention_shape, layers_of
 
@@ -20,6 +21,12 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
         UsageError: as `layers_of`; or the layers in 8 bits have different shapes. Then call `plan` with one `CacheShape` for each.
     """
     layers = layers_of(config)
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers if layer.in_pages}
+    if len(shapes) > 1:
+        raise UsageError(
+            f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): {sorted(shapes)}; call "
+            "fp8attn_tools.plan.plan with a CacheShape of each"
+        )
     _, num_kv_heads, head_dim = attention_shape(config)
     full = sum(layer.is_full for layer in layers)
     windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_ring)

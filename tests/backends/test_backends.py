@@ -23,6 +23,10 @@ def test_backends_say_why_not(monkeypatch):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, capability=capability: capability)
         assert reason in unsupported_reason("hopper", "cuda", dtype)
     assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
+    reason = "take a head_dim of up to 256, not 512; the backend 'triton' takes it"
+    assert reason in unsupported_reason("hopper", "cuda", torch.float16, 512) and select_backend("auto", "cuda", head_dim=512) == "triton"
+    with pytest.raises(ValueError, match=r"'hopper' cannot run here: .* not 512"):
+        select_backend("hopper", "cuda", torch.float16, 512)
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
     monkeypatch.setattr(triton, "TRITON_INSTALLED", False)
     assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
@@ -72,7 +76,8 @@ print("triton" in sys.modules)
 
 
 def test_one_backend_is_made_once():
-    assert find("auto", torch.device("cpu"), torch.float32) is load("reference") is find("reference", torch.device("cpu"), torch.float16)
+    cpu, found = torch.device("cpu"), load("reference")
+    assert find("auto", cpu, torch.float32, 64) is found is find("reference", cpu, torch.float16, 512)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -41,7 +41,7 @@ def test_unpack_undoes_pack():
 
 
 @pytest.mark.parametrize("key_dtype", list(CODECS))
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 512])
 def test_every_byte_of_a_page(head_dim, key_dtype):
     """K token by token, V group by group, channel by channel and in V_ORDER, and then the scales, little-endian."""
     k, v = (torch.randint(0, 127, (2 * PAGE_SIZE, 3, head_dim), dtype=torch.uint8) for _ in "kv")

@@ -6,7 +6,7 @@ import torch
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rotation import block_size, rotate, rotate_back, signs
 
-BLOCKS = {64: 64, 80: 16, 96: 32, 128: 128, 192: 64, 256: 128}
+BLOCKS = {64: 64, 80: 16, 96: 32, 128: 128, 192: 64, 256: 128, 512: 128}
 
 
 def hadamard(n: int) -> torch.Tensor:

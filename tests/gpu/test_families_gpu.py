@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CLOSE = 0.03  # BF16 rounds at 2^-9, in another order in every implementation, and 8-bit codes flip with it
 QUANTIZED = 0.10
 DEVICE = "cuda"
-WINDOWS = [("mistral", 1300, {"sliding_window": 400}), ("gemma3", 1300, {"sliding_window": 400})]  # alone, and beside full attention
+WINDOWS = [  # alone, beside full attention, and beside that with 512 channels, on another backend
+    (family, 1300, {"sliding_window": 400}) for family in ("mistral", "gemma3", "gemma4-512-k-is-v-shared-kv")
+]
 
 
 @torch.no_grad()

@@ -21,7 +21,9 @@ from fp8attn.params import Append
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
+    APPEND_WIDE,
     ATTENTION_FACTORS,
+    ATTENTION_WIDE,
     COUNTED,
     case_id,
     check_append,
@@ -94,6 +96,12 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name], CUDA)
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("name", APPEND_WIDE)
+def test_append_of_512_channels(name, heads):
+    check_append(append, APPEND_WIDE[name] | {"heads": heads}, CUDA)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "key_dtype", "static"), [(64, "int8", False), (128, "e4m3", False), (64, "e4m3", True), (128, "int8", True)], ids=str
 )
@@ -134,6 +142,14 @@ ATTENTION_GPU = ATTENTION_FACTORS | {
 def test_attention_against_float64(case, monkeypatch):
     if case["splits"]:
         monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
+    check_attention(portable.portable_attention, case, CUDA)
+
+
+@pytest.mark.parametrize("lengths", [None, [4000, 5, 1025]])
+@pytest.mark.parametrize("name", ATTENTION_WIDE)
+def test_attention_of_512_channels(name, lengths, monkeypatch):
+    case = ATTENTION_WIDE[name] | ({"lengths": lengths} if lengths else {})
+    monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
     check_attention(portable.portable_attention, case, CUDA)
 
 

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import GptOssConfig, LlamaConfig
+from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
 
 import fp8attn
 from fp8attn.integrations import warmup
 from fp8attn.precompile import compiler
+from fp8attn.precompile.target import aim
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 pytest.importorskip("typer")
@@ -65,6 +66,7 @@ def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
         (SHAPE | {"target": "sm_90", "dtype": "bfloat16"}, "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'"),
         (SHAPE | {"target": "sm_90", "attention": "window"}, r"pass \('window',\)"),
         (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim one of"),
+        (SHAPE | {"target": "sm_90", "head_dim": 512, "backend": "hopper"}, "'hopper' has no kernels for head_dim 512; use 'auto'"),
         (SHAPE | {"target": "sm_90", "num_kv_heads": 5}, "multiple of num_kv_heads"),
         (SHAPE | {"target": "sm_90", "key_dtype": "int4"}, "key_dtype must be one of"),
     ],
@@ -86,3 +88,18 @@ def test_a_config_says_the_shape_and_what_attention_has(monkeypatch):
     assert read(sinks) == ((64, 8, 64), False, True)
     llama.attn_logit_softcapping = 30.0
     assert read(llama)[1]
+
+
+def test_a_config_may_have_layers_of_several_shapes(monkeypatch):
+    """Windows are those of their layers."""
+    monkeypatch.setattr(warmup, "compile_kernels", lambda layers, *_, **__: layers)
+    config = Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], attention_k_eq_v=True, num_global_key_value_heads=2
+    )
+    found = [(layer.num_kv_heads, layer.head_dim, sorted(layer.attention)) for layer in fp8attn.warmup(config)]
+    assert found == [(4, 256, []), (4, 256, ["window"]), (2, 512, [])]
+
+
+@pytest.mark.parametrize(("target", "head_dim", "backend"), [("sm_90", 256, "hopper"), ("sm_90", 512, "triton"), ("sm_80", 256, "triton")])
+def test_each_head_dim_has_its_backend(target, head_dim, backend):
+    assert aim("cuda", torch.bfloat16, "auto", target, head_dim)[0] == backend

@@ -117,6 +117,14 @@ def cases() -> dict[str, tuple]:
         }
         if head_dim in (80, 192):
             continue
+        if head_dim == 512:  # dense calls do not take it, so no rows are quantized
+            found |= {
+                f"D{head_dim} step rope": (append_tokens, head_dim, other, 16, rope),
+                f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"overflows": True}),
+                f"D{head_dim} prompt static e4m3": (append_tokens, head_dim, other, 300, {"key_dtype": "e4m3", "static": True}),
+                f"D{head_dim} dense": (from_dense, head_dim, dtype, {"rotary": head_dim}),
+            }
+            continue
         found |= {
             f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
             f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),

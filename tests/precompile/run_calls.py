@@ -21,10 +21,12 @@ import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.dense import sdpa, strategies
 from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.page_layout import NARROW_HEAD_DIMS
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.pages import KVPages
+from fp8attn.params import BackendName
 from fp8attn.precompile.calls import DTYPES, Layer, launches
 from fp8attn.precompile.target import TARGETS
 
@@ -35,6 +37,7 @@ CASES = {
     "d64": [Layer(12, 12, 64)],
     "d256": [Layer(8, 4, 256)],
     "d80": [Layer(32, 1, 80)],
+    "d512": [Layer(8, 1, 512)],
     "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
     "an engine's": [replace(LLAMA, advance=False)],
@@ -150,16 +153,18 @@ def launched(call: Callable[[], object]) -> list[Launch]:
 def main() -> None:
     target, *words = sys.argv[1:]
     plan_for(TARGETS[target])
-    backend = "hopper" if target == "sm_90" else "triton"
-    loaded = backends.load(backend)
-    ops.find = _torch_ops.find = strategies.find = lambda *_: loaded
+
+    def backend(head_dim: int) -> BackendName:
+        return "hopper" if target == "sm_90" and head_dim in NARROW_HEAD_DIMS else "triton"
+
+    ops.find = _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     found = {}
     for name, layers in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        layers = [replace(layer, backend=backend) for layer in layers]
+        layers = [replace(layer, backend=backend(layer.head_dim)) for layer in layers]
         known: dict = {}
         for layer in layers:
             known |= launches(layer)

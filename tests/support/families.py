@@ -64,6 +64,8 @@ MORE = {
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"intermediate_size": [96] * LAYERS, "layer_types": ["sliding_attention", "full_attention"] * 2,
                      "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * LAYERS},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "attention_k_eq_v": True,
+                    "num_global_key_value_heads": 1},
 }  # fmt: skip
 
 
@@ -83,7 +85,7 @@ def families() -> dict[str, type[PreTrainedConfig]]:
 def small(config: type[PreTrainedConfig]) -> PreTrainedConfig:
     """A config of this family for a model of some hundred thousand weights."""
     default = config()
-    values = {name: value for name, value in SMALL.items() if hasattr(default, name)}
+    values = {name: value for name, value in SMALL.items() if _has(default, name)}
     values = {name: value for name, value in values.items() if name != "sliding_window" or default.sliding_window is not None}
     values |= MORE.get(config.model_type, {})
     if config.model_type not in MORE and getattr(default, "layer_types", None):
@@ -96,6 +98,13 @@ def small(config: type[PreTrainedConfig]) -> PreTrainedConfig:
             named = re.search(r"property '(\w+)'", str(error))
             if named is None or values.pop("layer_types" if named[1] == "layers_block_type" else named[1], None) is None:
                 raise
+
+
+def _has(config: PreTrainedConfig, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except AmbiguousGlobalPerLayerAttributeError:  # layers may have others
+        return True
 
 
 @cache
@@ -152,9 +161,9 @@ def page(untried: dict[str, str]) -> str:
     lines = [
         "# Families of models in transformers", "",
         f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, by `model_type`.",
-        "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64, and compares",
-        "its logits on a growing and on a static cache with those on transformers' own cache. Its sliding windows have "
-        f"{WINDOW} tokens.",
+        "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64 (Gemma 4's full",
+        "attention: 512), and compares its logits on a growing and on a static cache with those on transformers' own cache. Its sliding",
+        f"windows have {WINDOW} tokens.",
         "(Shorter ones stay in 16 bits, because their pages would not be smaller.) `python -m tests.support.families --write` writes this",
         "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
         "have another head_dim or other layers.", "",

@@ -149,6 +149,14 @@ APPEND_EDGES = {
     | {"lengths": [i % 7 * 40 for i in range(133)], "new": [i % 19 * (i % 6 == 0) for i in range(133)], "grow": False, "static": False},
 }
 
+_WIDE = _EDGE | {"head_dim": 512, "grow": True, "static": False}
+APPEND_WIDE = {  # head_dim 512, whose pages are written in parts
+    "a step": _WIDE | {"lengths": [127, 5, 0], "new": [3, 16, 0]},
+    "prompts": _WIDE | {"lengths": [5, 127, 0], "new": [200, 1, 29]},
+    "a part of the channels in RoPE, e4m3": _WIDE | {"lengths": [100, 0], "new": [30, 130], "rotary": 40, "key_dtype": "e4m3"},
+    "static, neighbors in RoPE": _WIDE | {"lengths": [17, 0], "new": [120, 90], "static": True, "strided": True, "interleaved": True},
+}
+
 
 def check_append(append, case: dict, device="cpu") -> None:
     """The kernel's bytes, scales, lengths and rotated Q are the reference's, on every token written; V's tail is finite."""
@@ -328,6 +336,13 @@ ATTENTION_FACTORS = {
     "mean": [0.0, 2.0],
     "key_dtype": list(CODECS),
     "rotate": [True, False],
+}
+_WIDE_ATTENTION = {name: values[0] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 512}
+ATTENTION_WIDE = {  # head_dim 512, on tiles of its own
+    "decode": _WIDE_ATTENTION | {"heads": (2, 2), "splits": 3, "mean": 2.0, "leftpad": True, "softcap": 20.0},
+    "decode, e4m3": _WIDE_ATTENTION | {"key_dtype": "e4m3", "rotate": False, "sinks": True, "mask": "window 140"},
+    "prefill": _WIDE_ATTENTION | {"lengths": [2, 130, 0], "queries": 130, "mean": 2.0, "dtype": torch.bfloat16},
+    "prefill, e4m3": _WIDE_ATTENTION | {"lengths": [1, 140, 3], "queries": 7, "key_dtype": "e4m3", "mask": "full", "splits": 3},
 }
 
 

@@ -41,6 +41,13 @@ def test_biases_are_those_of_the_architecture():
     assert may_have_biases(transformers.PreTrainedConfig())
 
 
+def test_layers_of_several_shapes_are_refused():
+    with pytest.raises(
+        UsageError, match=r"'gemma4_text' in 8 bits have different .*: \[\(4, 256\), \(4, 512\)\]; call .* CacheShape of each"
+    ):
+        shape_of(transformers.Gemma4TextConfig(num_hidden_layers=6))
+
+
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(UsageError, match="'t5' is an encoder-decoder"):
         shape_of(transformers.T5Config())

@@ -2,12 +2,13 @@
 
 | backend | serves |
 |---|---|
-| `"hopper"` | compute capability 9.0 |
+| `"hopper"` | compute capability 9.0, head_dim up to 256 |
 | `"triton"` | every GPU that Triton compiles for |
 | `"reference"` | every device, slowly |
 | `"fa3"` | an installed FlashAttention-3: dense calls only |
 
-On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`.
+On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`. It is chosen for each call,
+so layers of different head_dims may have different backends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 import torch
 
 from ..errors import UsageError
+from ..formats.page_layout import HEAD_DIMS
 from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from .base import Backend
 from .fa3 import FlashAttention3
@@ -29,11 +31,14 @@ __all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "find", "load", "load_fa3", 
 _CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Triton, Reference)}
 
 
-def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why `backend` cannot serve `dtype` inputs on `device`; None if it can.
+def unsupported_reason(
+    backend: DenseBackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+) -> str | None:
+    """Why `backend` cannot serve `dtype` inputs of `head_dim` on `device`; None if it can.
 
     Args:
         backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`: then the reason is that of the last one that `"auto"` tries.
+        head_dim: None: the smallest.
     Raises:
         UsageError: there is no such backend.
     """
@@ -41,7 +46,7 @@ def unsupported_reason(backend: DenseBackendName, device: torch.device | str, dt
     device, reason = torch.device(device), None
     for name in _tried(backend, device):
         tried = FlashAttention3 if name == FlashAttention3.name else _CLASSES[name]
-        if (reason := tried.unsupported_reason(device, dtype)) is None:
+        if (reason := tried.unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
             return None
     return reason
 
@@ -53,8 +58,12 @@ def _tried(backend: DenseBackendName, device: torch.device) -> tuple[DenseBacken
     return (backend,)
 
 
-def select_backend(backend: BackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> BackendName:
+def select_backend(
+    backend: BackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+) -> BackendName:
     """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
+
+    The arguments are those of `unsupported_reason`.
 
     Raises:
         UsageError: the backend cannot serve this; the message has the reason.
@@ -64,7 +73,7 @@ def select_backend(backend: BackendName, device: torch.device | str, dtype: torc
         raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
     check_backend(backend)
     for name in _tried(backend, device):
-        if (reason := _CLASSES[name].unsupported_reason(device, dtype)) is None:
+        if (reason := _CLASSES[name].unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
             return _CLASSES[name].name
     hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
     raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
@@ -77,13 +86,13 @@ def load(name: BackendName) -> Backend:
 
 
 @cache  # the result is the same for the life of the process
-def find(backend: BackendName, device: torch.device, dtype: torch.dtype) -> Backend:
+def find(backend: BackendName, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The backend for a call, with `"auto"` resolved.
 
     Raises:
         UsageError: as `select_backend`.
     """
-    return load(select_backend(backend, device, dtype))
+    return load(select_backend(backend, device, dtype, head_dim))
 
 
 def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:

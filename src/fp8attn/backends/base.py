@@ -26,8 +26,8 @@ class Backend(Protocol):
     name: BackendName
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why the backend cannot serve `dtype` inputs on `device`; None if it can."""
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why the backend cannot serve `dtype` inputs of `head_dim` on `device`; None if it can."""
 
     def append(
         self,

@@ -17,7 +17,7 @@ class FlashAttention3:
     name = "fa3"
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return fa3.unsupported_reason(device, dtype)
 
     def quantize_rows(

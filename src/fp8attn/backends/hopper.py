@@ -9,6 +9,7 @@ from importlib import import_module
 
 import torch
 
+from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
@@ -31,13 +32,15 @@ class Hopper(Writer):
         self._prefill = prefill
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if (reason := no_hopper_reason(device, "the kernels are")) is not None:
             return reason
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"the kernels take bfloat16 and float16, not {dtype}"
+        if head_dim not in NARROW_HEAD_DIMS:
+            return f"the kernels for Hopper take a head_dim of up to {NARROW_HEAD_DIMS[-1]}, not {head_dim}; the backend 'triton' takes it"
         return None
 
     def attention(

@@ -19,7 +19,7 @@ class Reference:
     rope = staticmethod(reference.rope_dense)
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point of 16, 32 or 64 bits, not {dtype}"
         return None

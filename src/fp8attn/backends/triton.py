@@ -28,7 +28,7 @@ class Triton(Writer):
         self._kernel = portable_attention
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
         if dtype not in (torch.bfloat16, torch.float16):
@@ -43,6 +43,6 @@ class Triton(Writer):
         if params.batch_invariant:
             raise UsageError(
                 "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another batch. Pass "
-                "backend='reference', or run on a Hopper GPU"
+                "backend='reference', or run on a Hopper GPU, whose kernels take a head_dim of up to 256"
             )
         return attend_tokens(self._kernel, self.rope, q, pages, params, out)

@@ -12,7 +12,7 @@ from .._torch_ops import register, unobserved
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import check_derivatives, derivative_reason
 from ..formats.codec import FP8
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 from .strategies import Scale, fp8_strategy, padded, padded_size
 
@@ -106,10 +106,10 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
             "fp8attn.scaled_dot_product_attention takes 16 bits and quantizes"
         )
     fits = all(x.dim() == 4 for x in tensors) and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
-    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > HEAD_DIMS[-1]:
+    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > NARROW_HEAD_DIMS[-1]:
         raise ValueError(
             f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E and Ev up to "
-            f"{HEAD_DIMS[-1]}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            f"{NARROW_HEAD_DIMS[-1]}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
     if not query.device == key.device == value.device:
         raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")

@@ -20,7 +20,7 @@ from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
@@ -69,8 +69,8 @@ def fallback_reason(
         return "a dimension is empty"
     if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
         return "query and key differ in their number of heads, and enable_gqa is not given or the numbers are no multiples"
-    if q_shape[-1] > HEAD_DIMS[-1] or v_shape[-1] > HEAD_DIMS[-1]:
-        return f"a head_dim above {HEAD_DIMS[-1]} is not supported"
+    if q_shape[-1] > NARROW_HEAD_DIMS[-1] or v_shape[-1] > NARROW_HEAD_DIMS[-1]:
+        return f"a head_dim above {NARROW_HEAD_DIMS[-1]} is not supported"
     if scale is not None and not scale > 0.0:
         return "the scale is not positive"
     if device.type == "cpu":
@@ -144,7 +144,7 @@ def scaled_dot_product_attention(
     Args:
         query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
         key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
-            `page_layout.HEAD_DIMS`, the tensors are copied and padded with zeros.
+            `page_layout.NARROW_HEAD_DIMS`, the tensors are copied and padded with zeros.
         attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
             reason is logged at the level DEBUG.
         is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.

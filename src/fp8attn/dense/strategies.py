@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ..backends import Backend, find, load_fa3
 from ..formats.codec import E4M3, FP8
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..formats.rope import Rope
 from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
@@ -29,7 +29,7 @@ def strategy(
     """Attention over 16-bit K and V, which are quantized here."""
     if backend == "fa3":
         return _quantized_rows(k, v, k_rope, softmax_scale, form.rotate)
-    paged = find(backend, k.device, k.dtype)
+    paged = find(backend, k.device, k.dtype, k.shape[3])
     pages = paged.from_dense(k, v, form, k_rope)
     return _over_pages(paged, pages, softmax_scale, k.shape[2])
 
@@ -41,7 +41,7 @@ def fp8_strategy(
     if backend == "fa3":
         fa3 = load_fa3(k.device, torch.bfloat16)
         return lambda q, rope, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
-    paged = find(backend, k.device, torch.bfloat16)
+    paged = find(backend, k.device, torch.bfloat16, k.shape[3])
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False), None)
@@ -83,7 +83,7 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softm
     def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         if rope is not None:
-            q = find("auto", q.device, q.dtype).rope(q, rope)
+            q = find("auto", q.device, q.dtype, q.shape[3]).rope(q, rope)
         q_fp8, q_scale, _ = fa3.quantize_rows(q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
@@ -93,8 +93,8 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softm
 
 
 def padded_size(head_dim: int, v_dim: int) -> int:
-    """The smallest head_dim of the kernels that is large enough for queries and values of these sizes."""
-    for size in HEAD_DIMS:
+    """The smallest head_dim of dense calls that is large enough for queries and values of these sizes."""
+    for size in NARROW_HEAD_DIMS:
         if size >= head_dim and size >= v_dim:
             return size
     raise ValueError(f"no kernel takes a head_dim of {head_dim} and {v_dim}")

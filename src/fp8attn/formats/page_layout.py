@@ -16,7 +16,8 @@ import torch
 
 PAGE_SIZE = 128
 V_GROUP = 16  # tokens of a group of V
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+NARROW_HEAD_DIMS = HEAD_DIMS[:-1]  # all that the kernels for Hopper, dense calls and the plugins of engines take
 
 # Bytes of the header, and where its fields begin in it. The rest is zero.
 HEADER = 128

@@ -6,8 +6,8 @@ the randomized Hadamard transform of QuIP# (Tseng et al., arXiv:2402.04396) and 
 
     R = H diag(sign) / sqrt(n)        on each block of n channels
 
-`n` is the largest power of two that divides head_dim, at most 128: 16 for 80, 32 for 96, 64 for 64 and 192, 128 for 128 and 256. H is the
-Hadamard matrix in natural (Sylvester) order. The sign of channel c is fixed: a bit for `c % 16` times a bit for `c // 16 % 8`, from the
+`n` is the largest power of two that divides head_dim, at most 128: 16 for 80, 32 for 96, 64 for 64 and 192, 128 for 128, 256 and 512. H is
+the Hadamard matrix in natural (Sylvester) order. The sign of channel c is fixed: a bit for `c % 16` times a bit for `c // 16 % 8`, from the
 golden ratio's expansion 0x9E3779.
 """
 

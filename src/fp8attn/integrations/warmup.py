@@ -55,7 +55,7 @@ def warmup(
     also this one, loads the kernels from the cache when it first launches them.
 
     Args:
-        config: a transformers config, which has the shape, softcap and sinks. None: give the shape.
+        config: a transformers config, which has the shapes of its layers, softcap and sinks. None: give the shape.
         num_q_heads, num_kv_heads, head_dim: the shape of a layer, if there is no config.
         device: the GPU to compile for.
         dtype: the model's dtype, bfloat16 or float16.
@@ -89,17 +89,15 @@ def warmup(
     if isinstance(attention, str):
         raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
     if config is not None:
-        from .transformers.config import attention_shape, has_sinks, has_softcap, layers_of
+        from .transformers.config import has_sinks, has_softcap, layers_of
 
-        num_q_heads, num_kv_heads, head_dim = attention_shape(config)
-        windowed = any(spec.is_ring for spec in layers_of(config))
-        attention = [
-            *attention,
-            *(("window",) if windowed else ()),
-            *(("softcap",) if has_softcap(config) else ()),
-            *(("sinks",) if has_sinks(config) else ()),
-        ]
-    assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+        specs = [spec for spec in layers_of(config) if spec.in_pages]
+        windowed = {(spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs if spec.is_ring}
+        shapes = dict.fromkeys((spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
+        attention = [*attention, *(("softcap",) if has_softcap(config) else ()), *(("sinks",) if has_sinks(config) else ())]
+    else:
+        assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
+        shapes, windowed = dict.fromkeys([(num_q_heads, num_kv_heads, head_dim)]), set()
     if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
     if load_kernels and target is not None:
@@ -107,15 +105,17 @@ def warmup(
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
-    layer = Layer(
-        num_q_heads, num_kv_heads, head_dim, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-        static_scales=static_scales, advance=advance, overflows=overflows,
-    )  # fmt: skip
-    has = frozenset(attention)
     of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
-    layers = [
-        replace(layer, k_mean=k_mean, v_mean=v_mean, attention=options)
-        for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
-        for options in dict.fromkeys((has - {"window"}, has))
-    ]
+    layers: list[Layer] = []
+    for shape in shapes:
+        layer = Layer(
+            *shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
+            advance=advance, overflows=overflows,
+        )  # fmt: skip
+        has = frozenset([*attention, *(("window",) if shape in windowed else ())])
+        layers += [
+            replace(layer, k_mean=k_mean, v_mean=v_mean, attention=options)
+            for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
+            for options in dict.fromkeys((has - {"window"}, has))
+        ]
     return compile_kernels(layers, device, target=target, load_kernels=load_kernels, processes=processes, progress=progress)

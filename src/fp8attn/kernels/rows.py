@@ -2,6 +2,9 @@
 
 A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. If RoPE rotates all channels of a row, both
 halves are loaded separately. Then the two channels of a pair are in one thread, and so are those of the last step of `hadamard`.
+
+Rows that registers cannot hold are loaded in parts of equal numbers of channels: part p of P has the p-th run of C / 2P channels of each
+half of a row. So it has whole pairs, and whole blocks of the rotation.
 """
 
 from __future__ import annotations
@@ -28,6 +31,12 @@ class Row(ConstexprFields):
     rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
     rope_interleaved: bool  # pairs are neighbors
     rope_step: int  # stride of the tables' last dimension
+    parts: int = 1  # in which rows are loaded; with several, head_dim is a power of two
+
+    @property
+    def held(self) -> int:
+        """The channels of a part, padded."""
+        return self.width // self.parts
 
 
 @triton.jit
@@ -41,9 +50,19 @@ def _load(rows, at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, ROW: tl.constexpr):
-    """`[N, C]` of the rows at pointers `[N, 1]`."""
-    c = tl.arange(0, ROW.width)
+def channels(part, ROW: tl.constexpr):
+    """The channels of a part of a row."""
+    HALF: tl.constexpr = ROW.held // 2
+    c = tl.arange(0, ROW.held)
+    if ROW.parts > 1:
+        c = _together(tl.where(c < HALF, c, c + (ROW.width // 2 - HALF)) + part * HALF, HALF)
+    return c
+
+
+@triton.jit
+def load_rows(rows, ROW: tl.constexpr, part=0):
+    """`[N, C]` of the rows at pointers `[N, 1]`, or their part `[N, C / parts]`."""
+    c = channels(part, ROW)
     return _load(rows, c, c < ROW.head_dim, ROW.width == ROW.head_dim)
 
 
@@ -97,23 +116,24 @@ def quarters(x):
 
 
 @triton.jit
-def load_rotated(rows, cos, sin, ROW: tl.constexpr):
+def load_rotated(rows, cos, sin, ROW: tl.constexpr, part=0):
     """`load_rows` and RoPE by the angles of the rows at `cos` and `sin [N, 1]`."""
     N: tl.constexpr = rows.shape[0]
     D: tl.constexpr = ROW.head_dim
-    C: tl.constexpr = ROW.width
+    C: tl.constexpr = ROW.held
     HALF: tl.constexpr = ROW.rope_pairs
     INTERLEAVED: tl.constexpr = ROW.rope_interleaved
     STEP: tl.constexpr = ROW.rope_step
-    if D == C and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
+    if ROW.width == D and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
+        base = part * (C // 2)
         if N >= 64:
-            a, b = _load_pairs(0, rows, cos, sin, C // 4, ROW)
-            c, d = _load_pairs(C // 4, rows, cos, sin, C // 4, ROW)
+            a, b = _load_pairs(base, rows, cos, sin, C // 4, ROW)
+            c, d = _load_pairs(base + C // 4, rows, cos, sin, C // 4, ROW)
             return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 2, 1)), (N, C))
         else:
-            a, b = _load_pairs(0, rows, cos, sin, C // 2, ROW)
+            a, b = _load_pairs(base, rows, cos, sin, C // 2, ROW)
             return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
-    x = load_rows(rows, ROW)
+    x = load_rows(rows, ROW, part)
     if HALF > 0:
         # Triton 3.6 compiles the pairs of 256 channels for minutes.
         if INTERLEAVED and C <= 128:
@@ -126,7 +146,7 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
                 rotated_b = tl.where(i < HALF, rotated_b, b)
             x = tl.reshape(tl.join(rotated_a, rotated_b), (N, C))
         else:  # each channel's partner by a second load
-            c = tl.arange(0, C)
+            c = channels(part, ROW)
             turns = c < 2 * HALF
             if INTERLEAVED:
                 first = c % 2 == 0
@@ -136,7 +156,7 @@ def load_rotated(rows, cos, sin, ROW: tl.constexpr):
                 first = c < HALF
                 partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
                 i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF) * STEP
-            other = _load(rows, partner, c < D, C == D)
+            other = _load(rows, partner, c < D, ROW.width == D)
             cosine = _load(cos, i, turns, False)
             sine = _load(sin, i, turns, False)
             x = tl.where(turns, x * cosine + other * tl.where(first, -sine, sine), x)

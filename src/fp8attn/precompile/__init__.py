@@ -54,15 +54,16 @@ def compile_kernels(
     """Compile the kernels of layers in parallel, into Triton's cache on disk. `fp8attn.warmup` makes the layers of a model, and explains.
 
     Args:
-        layers: layers of one dtype and backend, which may be `"auto"`.
+        layers: layers of one dtype and backend, which may be `"auto"`: then each layer gets the one of its head_dim.
         device, target, load_kernels, processes, progress: as `warmup` takes them.
     Raises:
         UsageError: there are no kernels for the device, target, dtype or shape.
         RuntimeError: a kernel did not compile; the message is the compiler's.
     """
     with compiling() as process:  # it imports modules while this process queries the GPU
-        backend, triton_target, numbers = aim(device, DTYPES[layers[0].dtype], layers[0].backend, target)
-        layers = [replace(layer, backend=backend) for layer in layers]
+        aims = {dim: aim(device, DTYPES[layers[0].dtype], layers[0].backend, target, dim) for dim in {layer.head_dim for layer in layers}}
+        layers = [replace(layer, backend=aims[layer.head_dim][0]) for layer in layers]
+        _, triton_target, numbers = aims[layers[0].head_dim]
         assert process.stdin is not None and process.stdout is not None
         request = {"layers": [*map(asdict, layers)], "target": triton_target, "machine": numbers, "processes": processes or cores()}
         json.dump(request | {"ptxas": _ptxas_version(triton_target)}, process.stdin, default=sorted)  # JSON has no sets

@@ -13,7 +13,7 @@ from ..backends import load
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import HEAD_DIMS, PAGE_SIZE
+from ..formats.page_layout import HEAD_DIMS, NARROW_HEAD_DIMS, PAGE_SIZE
 from ..pages import KVPages
 from ..params import Append, AttentionOption, AttentionParams, BackendName
 
@@ -73,9 +73,9 @@ class Layer:
 
     @property
     def has_dense_calls(self) -> bool:
-        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales. An
-        engine that keeps the lengths makes no such calls."""
-        return self.advance and not (self.attention & {"softcap", "sinks"} or self.static_scales)
+        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales, and
+        no head_dim above 256. An engine that keeps the lengths makes no such calls."""
+        return self.advance and self.head_dim in NARROW_HEAD_DIMS and not (self.attention & {"softcap", "sinks"} or self.static_scales)
 
     @property
     def begins_dense(self) -> bool:

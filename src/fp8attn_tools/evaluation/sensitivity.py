@@ -310,7 +310,8 @@ def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
     """Whether a cache's attention rounds queries, with this number of query rows for each KV head."""
     if not isinstance(cache, FP8Cache):
         return False
-    if backends.find(cache.groups[0].backend, model.device, model.dtype).name != "hopper":
+    head_dims = {layer.head_dim for layer in layers_of(model.config) if layer.in_pages}
+    if all(backends.find(cache.groups[0].backend, model.device, model.dtype, dim).name != "hopper" for dim in head_dims):
         return False
     from fp8attn.kernels.decode import MAX_ROWS  # more go to `prefill`
 

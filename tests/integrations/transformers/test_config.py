@@ -1,5 +1,7 @@
 """What is read from a transformers config: layers, shapes, and the models that are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from fp8attn.integrations.transformers.config import (  # noqa: E402
     attention_shape,
     has_sinks,
     has_softcap,
+    heads_of,
     layers_of,
     unsupported_reason,
 )
@@ -52,6 +55,20 @@ def test_layers_that_share_k_and_v_are_not_counted():
         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
     assert unsupported_reason(config) is None
+
+
+def test_gemma_4_has_layers_of_two_shapes():
+    """From transformers 5.20 on, layers have their own configs; before, the model's names those of full attention."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=2, layer_types=kinds, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=2
+    )
+    assert unsupported_reason(config) is None
+    assert [(layer.kind, layer.num_kv_heads, layer.head_dim) for layer in layers_of(config)] == [(kinds[0], 4, 256), (kinds[1], 2, 512)]
+    before = SimpleNamespace(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True
+    )
+    assert [heads_of(before, kind) for kind in kinds] == [(8, 4, 256), (8, 2, 512)]
 
 
 def test_softcaps_and_sinks():

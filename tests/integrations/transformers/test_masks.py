@@ -80,9 +80,12 @@ def test_a_compact_mask_survives_copies_and_nothing_else():
         mask.clone(),
         mask.detach(),
         torch.compile(torch.clone, backend="aot_eager", fullgraph=True)(mask),
+        mask[:, :, -1:, :],  # the last queries
+        torch.compile(lambda x: x[:, :, -1:], backend="aot_eager", fullgraph=True)(mask),
     ):
         assert isinstance(copied, CompactMask) and copied.shape == (1, 1, 2, 2) and torch.equal(copied.rows, mask.rows)
-    for other in (mask[..., :1], mask + 0, mask.bool(), mask.to(torch.int64), mask.clone().view(2, 2)):
+    other_parts = mask[..., :1], mask[:, :, 1:], mask[..., -1:], mask[:, :, -2:-1]
+    for other in (*other_parts, mask + 0, mask.bool(), mask.to(torch.int64), mask.clone().view(2, 2)):
         assert type(other) is torch.Tensor
 
 

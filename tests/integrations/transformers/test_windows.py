@@ -19,7 +19,8 @@ from tests.support.transformers_models import VOCABULARY, make, one_thread, usin
 W = SHORTEST_WINDOW
 CUTS = (500, 1, 1, 20, 150, 16, 3)
 LENGTH = sum(CUTS)
-FAMILIES = ("mistral", "gemma3", "gemma2-softcap", "gemma3n-shared-kv")
+WIDE = "gemma4-512-k-is-v-shared-kv"
+FAMILIES = ("mistral", "gemma3", "gemma2-softcap", "gemma3n-shared-kv", WIDE)
 
 
 def windowed(family="mistral", window=W, **changes):
@@ -190,7 +191,7 @@ def test_an_empty_cache_takes_another_batch():
     logits(model, cache, (10,), tokens=ids(3))
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", WIDE])
 @pytest.mark.parametrize("length", [None, LENGTH])
 def test_files(tmp_path, family, length):
     model, path = windowed(family), tmp_path / "prompt.safetensors"
@@ -239,7 +240,7 @@ def generated(model, cache, assistant=None, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", WIDE])
 def test_generate(family):
     """Greedy, in chunks, compiled, with beams, and with drafts of more tokens than a ring has room for."""
     model = windowed(family)
@@ -308,7 +309,7 @@ def test_16_bit_layers_beside_static_windows_under_other_attention(family, imple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3", WIDE])
 @torch.no_grad()
 def test_compiled_forwards(family):
     """One graph for a step and one for a chunk, which is written to a run; with padding, and without."""

@@ -17,6 +17,7 @@ from tests.support.interpreted import QUIET, dynamo_knows_torch, poisoned  # noq
 from tests.support.kernel_cases import (
     APPEND_EDGES,
     APPEND_FACTORS,
+    APPEND_WIDE,
     COUNTED,
     QUANTIZE_FACTORS,
     case_id,
@@ -44,6 +45,11 @@ def test_append_at_its_edges(name):
     check_append(append, APPEND_EDGES[name])
 
 
+@pytest.mark.parametrize("name", APPEND_WIDE)
+def test_append_of_512_channels(name):
+    check_append(append, APPEND_WIDE[name])
+
+
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("case", pairwise({"name": list(COUNTED), "key_dtype": list(CODECS), "static": [False, True]}), ids=case_id)
 def test_append_of_counted_tokens(case, backend):
@@ -62,6 +68,11 @@ def test_append_of_nothing():
 @pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
 def test_from_dense_writes_the_references_bytes(case):
     check_from_dense(from_dense, case)
+
+
+def test_from_dense_of_512_channels():
+    case = {name: values[0] for name, values in QUANTIZE_FACTORS.items()}
+    check_from_dense(from_dense, case | {"head_dim": 512, "shape": (1, 2, 150), "rotary": "all", "mean": 0.5})
 
 
 @pytest.mark.parametrize("rotary", [8, 64])

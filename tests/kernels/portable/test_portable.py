@@ -14,6 +14,7 @@ from fp8attn.numerics import relative_error
 from tests.support.interpreted import ARGUMENTS, QUIET, cache_and_queries, dynamo_knows_torch, poisoned  # noqa: F401
 from tests.support.kernel_cases import (
     ATTENTION_FACTORS,
+    ATTENTION_WIDE,
     case_id,
     check_attention,
     check_out,
@@ -31,6 +32,12 @@ pytestmark = QUIET
 def test_attention_against_float64(case, monkeypatch):
     monkeypatch.setattr(portable, "num_splits", lambda *_: case["splits"])
     check_attention(portable.portable_attention, case)
+
+
+@pytest.mark.parametrize("name", ATTENTION_WIDE)
+def test_attention_of_512_channels(name, monkeypatch):
+    monkeypatch.setattr(portable, "num_splits", lambda *_: ATTENTION_WIDE[name]["splits"])
+    check_attention(portable.portable_attention, ATTENTION_WIDE[name])
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -152,7 +152,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     configs = configs[: len(kinds)]  # transformers < 5.20: layers at the end that share K and V have no cache layer
     specs = [
-        LayerSpec(kind, *heads_of(layer), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
+        LayerSpec(kind, *heads_of(layer, kind), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
         for kind, given, layer in zip(kinds, options, configs, strict=True)
     ]
     if not any(spec.in_pages for spec in specs):
@@ -163,11 +163,14 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     return specs
 
 
-def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer with this config."""
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
+    """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer of this kind with this config."""
+    heads, kv_heads, head_dim = config.num_attention_heads, getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    if kind == "full_attention":  # of Gemma 4 before transformers 5.20, where its layers have no configs of their own
+        head_dim = getattr(config, "global_head_dim", None) or head_dim
+        if getattr(config, "attention_k_eq_v", False):
+            kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
+    return heads, kv_heads or heads, head_dim or config.hidden_size // heads
 
 
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:

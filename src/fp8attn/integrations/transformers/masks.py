@@ -3,7 +3,7 @@
 A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
 is causal, with padding on the left at most, is one of two:
 
-- None: causal without padding, and no longer than the window.
+- None: causal without padding, and no longer than the window, in models without layers that share K and V.
 - `CompactMask`: the first and the last token that each sequence's queries may see, and the window.
 
 FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Masks of windows that no FP8 layer has
@@ -13,6 +13,7 @@ layers refuse it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -41,8 +42,9 @@ _OTHER = (
 class CompactMask(torch.Tensor):
     """A causal mask with padding on the left, as an int32 tensor `[1, 1, n, B]` of a type that no caller makes by accident.
 
-    transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`, too; the result of any
-    other operation is a plain tensor, which FP8 layers refuse.
+    transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`, too, and so are the
+    last queries, `mask[:, :, -n:]`, to which a mask says the same: Gemma 4 computes layers that share K and V for these alone. The result
+    of any other operation is a plain tensor, which FP8 layers refuse.
 
     Attributes:
         window: number of tokens that a query sees; None: all up to its own.
@@ -75,9 +77,16 @@ class CompactMask(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _aten.slice.Tensor and _takes_last_queries(*args[1:], **(kwargs or {})):
+            return cls(args[0].rows, args[0].window)
         plain = tree_map(lambda x: x.rows[None, None] if isinstance(x, CompactMask) else x, (args, kwargs or {}))
         out = func(*plain[0], **plain[1])
         return cls(out[0, 0], args[0].window) if func in _KEEPS and out.dtype == torch.int32 else out
+
+
+def _takes_last_queries(dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
+    """Whether `aten.slice` with these arguments is `mask[:, :, -n:]`."""
+    return dim == 2 and start is not None and start < 0 and (end is None or end == sys.maxsize) and step == 1
 
 
 def fp8_kv_mask(
@@ -107,6 +116,10 @@ def fp8_kv_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
     )  # fmt: skip
+    # Gemma 4 takes the last queries of a mask for layers that share K and V. None would not say that they are the last.
+    sliced = bool(getattr(kwargs.get("config"), "num_kv_shared_layers", 0))
+    if sliced:
+        sdpa_arguments["allow_is_causal_skip"] = False
     if (local_size is None and kv_offset) or (local_size is not None and local_size < SHORTEST_WINDOW):
         return sdpa_mask(**sdpa_arguments)
     if not _is_plain(mask_function, local_size, kwargs) and not _has_plain_values(sdpa_arguments):
@@ -127,7 +140,8 @@ def fp8_kv_mask(
             if other:
                 return sdpa_mask(**sdpa_arguments)
     in_window = local_size is None or kv_length <= local_size
-    if not padded and isinstance(q_offset, int) and in_window and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0):
+    begins_or_ends = isinstance(q_offset, int) and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0)
+    if not (padded or sliced) and in_window and begins_or_ends:
         return None
     ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
     return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]), local_size)

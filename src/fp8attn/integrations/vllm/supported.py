@@ -8,7 +8,7 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionType
 
-from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import NARROW_HEAD_DIMS, PAGE_SIZE
 from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
 from .specs import BACKEND_IS_ASKED
@@ -35,8 +35,8 @@ def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_
             f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no --kv-cache-dtype-skip-layers: a layer in 16 "
             "bits needs another backend"
         )
-    if head_dim not in HEAD_DIMS:
-        return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, HEAD_DIMS))}; leave out --attention-backend"
+    if head_dim not in NARROW_HEAD_DIMS:
+        return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, NARROW_HEAD_DIMS))}; leave out --attention-backend"
     if alibi_slopes is not None:
         return "it has ALiBi, which fp8attn has not; leave out --attention-backend"
     if given := sorted(name for name, value in others.items() if value not in (None, False, -1)):

@@ -40,6 +40,7 @@ MAX_TOKENS = 16  # appends of up to this many tokens are written token by token,
 MAX_STRIDE = 2**24 - 2**12  # of tokens: 128 of them, and a row, are less than 2^31 elements
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
 QUERY_ELEMENTS = 2048  # of Q, likewise
+PAGE_CHANNELS = 256  # of K or V that the registers of a program hold for all tokens of a page
 
 
 def append(
@@ -207,9 +208,10 @@ def _step_plan(
 @lru_cache(maxsize=4096)
 def _page_constants(device: torch.device, hip: bool, row: Row, *stored, dense: bool) -> Constants:
     """Constants of `page_kernel`; `row` and `stored` are `_options`'."""
+    row = replace(row, parts=max(1, row.width // PAGE_CHANNELS))
     options = replace(_options(row, *stored, dense), hopper=dense and machine(device).hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
-    return make_constants("page", device, OPTIONS=options, num_warps=row.width // 16, enable_fp_fusion=False, **limit)
+    return make_constants("page", device, OPTIONS=options, num_warps=row.held // 16, enable_fp_fusion=False, **limit)
 
 
 def _options(row: Row, native: bool, codec: Codec, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
@@ -232,5 +234,5 @@ def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
     """Number of columns of pages that the programs of `page_kernel` read at a time, which is the distance of a prefetch."""
     if not is_native(device):
         return 0
-    programs = num_sms(device) * max(1, 256 // width)  # of width / 16 warps with 128 registers a thread
+    programs = num_sms(device) * max(1, PAGE_CHANNELS // width)  # of width / 16 warps with 128 registers a thread
     return -(-programs // (2 * heads))

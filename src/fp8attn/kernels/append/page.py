@@ -2,7 +2,7 @@
 settles the page's scale.
 
 The tokens are two tiles `[64, C]`. A tile of K has 64 consecutive tokens. The tiles of V have the first two and the last two tokens of each
-word.
+word. At head_dim 512, registers hold half of the channels (`rows`): the program reads the page to find its scale, and then each half again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..codec import finite, pack_e4m3, round_to_codes
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
-from .settle import bits_of, float_of, settle_page
+from .settle import bits_of, float_of, no_maxima, scale_before, settle_page, settle_part, store_settled, with_maxima
 from .slot import PAGE, codes_ptr_of, launch_dependents, new_tokens, store_words, word_token
 
 _MAX_GRID = tl.constexpr(MAX_GRID)
@@ -32,7 +32,7 @@ def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.constexpr):
+def _load_keys(first, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.constexpr):
     """The tile of a K page from its token `first` on, after RoPE, and the positions of its rows in the page."""
     cos_ptr, sin_ptr = angles
     cos_stride, sin_stride = angle_strides
@@ -45,7 +45,7 @@ def _load_keys(first, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.
     else:
         cos = rows
         sin = rows
-    return load_rotated(x_ptr + rows, cos, sin, ROW), position
+    return load_rotated(x_ptr + rows, cos, sin, ROW, part), position
 
 
 @triton.jit
@@ -56,37 +56,35 @@ def _round(x, CODES: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(x, position, codes_ptr, old, end, CODES: tl.constexpr):
+def _store_keys(x, part, position, codes_ptr, old, end, CODES: tl.constexpr):
     ROW: tl.constexpr = CODES.row
-    C: tl.constexpr = ROW.width
+    C: tl.constexpr = ROW.held
+    HALF: tl.constexpr = ROW.width // 2  # of a row, from one half of a part to the other
     rows = codes_ptr + (position * ROW.head_dim)[:, None]
     valid = ((position >= old) & (position < end))[:, None]
-    if ROW.head_dim == C:
+    if ROW.head_dim == ROW.width:
         # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing changes threads.
         rows = tl.multiple_of(rows, [8, 8])
-        i = tl.arange(0, C // 4)
+        i = part * (C // 2) + tl.arange(0, C // 4)
         x0, x1, x2, x3 = quarters(x)
         tl.store(rows + i, _round(x0, CODES), mask=valid)
         tl.store(rows + C // 4 + i, _round(x1, CODES), mask=valid)
-        tl.store(rows + C // 2 + i, _round(x2, CODES), mask=valid)
-        tl.store(rows + 3 * C // 4 + i, _round(x3, CODES), mask=valid)
+        tl.store(rows + HALF + i, _round(x2, CODES), mask=valid)
+        tl.store(rows + (HALF + C // 4) + i, _round(x3, CODES), mask=valid)
     else:
         store_rows(rows, _round(x, CODES), valid, ROW)
 
 
 @triton.jit
-def _write_keys(
-    x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr
-):
-    """Write tokens `[old, end)` of a head's K page, and prefetch the page `ahead` tokens on.
+def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+    """The tiles of a part of a head's K page as they are rounded, and the positions of their rows; and prefetch the page `ahead` tokens on.
 
-    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors. `counting` is
-    `settle_page`'s.
+    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors.
     """
     ROW: tl.constexpr = CODES.row
     HALF_PAGE: tl.constexpr = PAGE // 2
-    x0, t0 = _load_keys(0, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
-    x1, t1 = _load_keys(HALF_PAGE, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    x0, t0 = _load_keys(0, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    x1, t1 = _load_keys(HALF_PAGE, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
     if CODES.native and ahead > 0:  # behind this page's loads, which would wait behind it in the memory pipeline
         _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     tl.debug_barrier()  # ptxas: `D128 dense e4m3`, whose loads of the first tile follow one another with it
@@ -94,24 +92,53 @@ def _write_keys(
         x0 = hadamard(x0, ROW.head_dim)
         x1 = hadamard(x1, ROW.head_dim)
     if mean_ptr is not None:
-        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
+        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW, part)
         x0 -= mean
         x1 -= mean
-    x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
-    codes_ptr = codes_ptr_of(slot_ptr, CODES)
-    _store_keys(x0, t0, codes_ptr, old, end, CODES)
-    _store_keys(x1, t1, codes_ptr, old, end, CODES)
+    return x0, x1, t0, t1
 
 
 @triton.jit
-def _load_values(first, x_ptr, stride_t, old, end, ROW: tl.constexpr):
+def _write_keys(
+    x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr
+):
+    """Write tokens `[old, end)` of a head's K page. The arguments are `_read_keys`'; `counting` is `settle_page`'s."""
+    PARTS: tl.constexpr = CODES.row.parts
+    codes_ptr = codes_ptr_of(slot_ptr, CODES)
+    if PARTS == 1:
+        x0, x1, t0, t1 = _read_keys(0, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, ahead, CODES, ROTATE)
+        x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
+        _store_keys(x0, 0, t0, codes_ptr, old, end, CODES)
+        _store_keys(x1, 0, t1, codes_ptr, old, end, CODES)
+    else:
+        COUNT: tl.constexpr = counting[0] is not None
+        maxima = no_maxima()
+        if not CODES.static:
+            for part in range(PARTS):
+                x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, 0, CODES, ROTATE)
+                maxima = with_maxima(maxima, x0, x1, CODES.native)
+        before = scale_before(maxima, slot_ptr, old, CODES)
+        scale = before
+        overflows = tl.zeros((), tl.int32)
+        for part in range(PARTS):
+            next_page = tl.where(part == 0, ahead, 0)
+            x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, next_page, CODES, ROTATE)
+            x0, x1, scale, more = settle_part(x0, x1, part, maxima, before, slot_ptr, old, end, CODES, COUNT)
+            overflows += more
+            _store_keys(x0, part, t0, codes_ptr, old, end, CODES)
+            _store_keys(x1, part, t1, codes_ptr, old, end, CODES)
+        store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES)
+
+
+@triton.jit
+def _load_values(first, part, x_ptr, stride_t, old, end, ROW: tl.constexpr):
     """Tokens `first [32]` and the next ones as one tile `[64, C]`."""
     last = end - 1
     rows = x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None]
-    a = load_rotated(rows, rows, rows, ROW)
+    a = load_rotated(rows, rows, rows, ROW, part)
     rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
-    b = load_rotated(rows, rows, rows, ROW)
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, ROW.width))
+    b = load_rotated(rows, rows, rows, ROW, part)
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, ROW.held))
 
 
 @triton.jit
@@ -121,25 +148,57 @@ def _take_apart(x):
 
 
 @triton.jit
-def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting, CODES: tl.constexpr):
-    """`_write_keys` for V, transposed. A thread reads the four tokens that share a word of the page, so that whole words change threads."""
+def _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, ahead, CODES: tl.constexpr):
+    """`_read_keys` for V, and the largest finite magnitude of the first token. A thread reads the four tokens that share a word of the
+    page, so that whole words change threads."""
     ROW: tl.constexpr = CODES.row
-    first = word_token(tl.arange(0, PAGE // 4))
-    x0 = _load_values(first, x_ptr, stride_t, old, end, ROW)
-    x1 = _load_values(first + 8, x_ptr, stride_t, old, end, ROW)
+    x0 = _load_values(first, part, x_ptr, stride_t, old, end, ROW)
+    x1 = _load_values(first + 8, part, x_ptr, stride_t, old, end, ROW)
     token = load_lanes(x_ptr + old * stride_t, ROW)  # every warp loads the first token again, which is cheaper than to select it
     if CODES.native and ahead > 0:  # behind this page's loads
         _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     if mean_ptr is not None:
-        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW)
+        mean = load_rows(mean_ptr + tl.zeros((1, 1), tl.int32), ROW, part)
         x0 -= mean
         x1 -= mean
         token -= load_lanes(mean_ptr, ROW)
-    first_amax = float_of(tl.max(tl.max(bits_of(finite(token)), 1), 0))
-    x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
+    return x0, x1, float_of(tl.max(tl.max(bits_of(finite(token)), 1), 0))
+
+
+@triton.jit
+def _store_values(x0, x1, part, first, slot_ptr, old, end, CODES: tl.constexpr):
+    ROW: tl.constexpr = CODES.row
     a, b = _take_apart(x0)
     c, d = _take_apart(x1)
-    store_words(codes_ptr_of(slot_ptr, CODES), pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW)
+    store_words(codes_ptr_of(slot_ptr, CODES), pack_e4m3(a, b, c, d, CODES.native), first, old, end, ROW, part)
+
+
+@triton.jit
+def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting, CODES: tl.constexpr):
+    """`_write_keys` for V, transposed."""
+    PARTS: tl.constexpr = CODES.row.parts
+    first = word_token(tl.arange(0, PAGE // 4))
+    if PARTS == 1:
+        x0, x1, first_amax = _read_values(first, 0, x_ptr, stride_t, mean_ptr, old, end, ahead, CODES)
+        x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
+        _store_values(x0, x1, 0, first, slot_ptr, old, end, CODES)
+    else:
+        COUNT: tl.constexpr = counting[0] is not None
+        maxima = no_maxima()
+        if not CODES.static:
+            for part in range(PARTS):
+                x0, x1, _ = _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, 0, CODES)
+                maxima = with_maxima(maxima, x0, x1, CODES.native)
+        before = scale_before(maxima, slot_ptr, old, CODES)
+        scale = before
+        overflows = tl.zeros((), tl.int32)
+        for part in range(PARTS):
+            next_page = tl.where(part == 0, ahead, 0)
+            x0, x1, _ = _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, next_page, CODES)
+            x0, x1, scale, more = settle_part(x0, x1, part, maxima, before, slot_ptr, old, end, CODES, COUNT)
+            overflows += more
+            _store_values(x0, x1, part, first, slot_ptr, old, end, CODES)
+        store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES)
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])

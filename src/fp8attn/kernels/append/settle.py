@@ -119,6 +119,12 @@ def _finite_rows(x0, x1):
 
 
 @triton.jit
+def _no_maxima():
+    zero = tl.zeros((PAGE // 4,), tl.int32)
+    return zero, zero, zero, zero
+
+
+@triton.jit
 def _first_nan(amax, old):
     """The first new token of K with a NaN, or PAGE. (Rows outside are copies of new tokens.)"""
     a, b, c, d = amax
@@ -129,13 +135,14 @@ def _first_nan(amax, old):
 
 
 @triton.jit
-def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr):
+def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr):
     """Round tokens again until one scale fits all.
 
     Args:
         scale: the scale of the page.
-        amax: the magnitudes of the new tokens (`_lanes` of bits). For V, they are computed here.
+        amax: the magnitudes of the new tokens (`_lanes` of bits). For V in one part, they are computed here.
         most: the scale that the new tokens need.
+        part: the part of the channels. With the first one, codes in the page are rounded again, of all channels.
     Returns:
         The values to round of each tile, the scale that fits all, and how often it grew, with COUNT. Codes in the page have been rounded
         again to it.
@@ -144,9 +151,8 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, CLAMP:
     CODEC: tl.constexpr = CODES.codec
     t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
     t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
-    if IS_V:
-        zero = tl.zeros((PAGE // 4,), tl.int32)
-        amax = zero, zero, zero, zero
+    if IS_V and CODES.row.parts == 1:
+        amax = _no_maxima()
         if most > scale:  # few pages of V
             amax = _finite_rows(x0, x1)
     needs = _needs(amax, CODEC)
@@ -162,7 +168,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES: tl.constexpr, CLAMP:
             if IS_V or index > PAGE // 2:  # of K, often not
                 x1 = round_again(x1, (t1 < index)[:, None], _factor(t1, fresh, ratio, factor), CODES, CLAMP)
         ratio = scale * inverse(grown, CODEC)
-        if not CODES.dense and old > 0:
+        if not CODES.dense and part == 0 and old > 0:
             rescale(codes_ptr, ratio, old, CODES)
         fresh = index
         scale = grown
@@ -189,7 +195,6 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
     DENSE: tl.constexpr = CODES.dense
-    LAYOUT: tl.constexpr = CODES.layout
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
     if IS_V:
@@ -201,15 +206,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     broken = worst != worst
     if CODES.static:
         scale = tl.load(scale_ptr)
-        factor = inverse(scale, CODEC)
-        x0 *= factor
-        x1 *= factor
-        if COUNT:
-            t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
-            t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
-            overflows = saturated(x0, ((t0 >= old) & (t0 < end))[:, None], CODES)
-            overflows += saturated(x1, ((t1 >= old) & (t1 < end))[:, None], CODES)
-        x0, x1 = clamp(x0, CODEC), clamp(x1, CODEC)
+        x0, x1, overflows = _with_static_scale(x0, x1, scale, old, end, CODES, COUNT)
     else:
         scale = 0.0
         if not DENSE and old > 0:
@@ -231,23 +228,116 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
         most = needed_scale(worst, CODEC)
         # Two paths: few pages have values that saturate, and saturation would add a sixth to the instructions.
         if CODEC.is_integer and large:
-            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, True, COUNT)
+            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, True, COUNT)
         else:
-            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, CODES, False, COUNT)
+            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, False, COUNT)
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        if not CODEC.has_nan:  # `KVPages.nan_in_k` keeps what undoes the mark
-            marked = broken & (scale == scale)
-            tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
-            i = tl.arange(0, HEADER_WORDS)
-            note = tl.where(i == NAN_WORD, scale, tl.where(i == NAN_WORD + 1, nan_token, 0.0))
-            words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), NAN_WORD + 2, 0)
-            inside = (i >= (SCALE_WORDS if DENSE else NAN_WORD)) & (i < words)
-            tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.where(marked, note, 0.0), mask=inside)
-        else:
-            tl.store(scale_ptr, scale)
-            if DENSE and not IS_V:  # the rest of the header
-                i = tl.arange(0, HEADER_WORDS)
-                tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
+        _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES)
     return x0, x1
+
+
+# A page in several parts of its channels: its maxima are found first, of all parts. Then each part is loaded again, and settled.
+
+
+@triton.jit
+def no_maxima():
+    """What `with_maxima` adds to."""
+    return _no_maxima(), _no_maxima()
+
+
+@triton.jit
+def with_maxima(maxima, x0, x1, NATIVE: tl.constexpr):
+    """The magnitudes of the new tokens (`_lanes` of bits), NaN and Inf included, and of what is finite, with another part of them."""
+    every, finite_ones = maxima
+    a, b, c, d = every
+    e, f, g, h = _lanes(bits_of(magnitude(x0, NATIVE)), bits_of(magnitude(x1, NATIVE)))
+    every = tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)
+    a, b, c, d = finite_ones
+    e, f, g, h = _finite_rows(x0, x1)
+    return every, (tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h))
+
+
+@triton.jit
+def scale_before(maxima, slot_ptr, old, CODES: tl.constexpr):
+    """The scale of a page before its new tokens make it grow."""
+    CODEC: tl.constexpr = CODES.codec
+    _, amax = maxima
+    scale_ptr = scale_ptr_of(slot_ptr, CODES)
+    scale = 0.0
+    if CODES.static:
+        scale = tl.load(scale_ptr)
+    else:
+        if not CODES.dense and old > 0:
+            scale = tl.load(scale_ptr)
+            tl.debug_barrier()  # `store_settled` of other threads writes it
+        if CODES.dense or old == 0:
+            scale = with_headroom(needed_scale(float_of(_at(amax, old, CODES.is_v)), CODEC), CODEC)
+    return scale
+
+
+@triton.jit
+def settle_part(x0, x1, part, maxima, scale, slot_ptr, old, end, CODES: tl.constexpr, COUNT: tl.constexpr):
+    """Settle a part of a page from `scale_before`. Returns the values to round of each tile, the scale, and what overflows."""
+    CODEC: tl.constexpr = CODES.codec
+    _, amax = maxima
+    if CODES.static:
+        x0, x1, overflows = _with_static_scale(x0, x1, scale, old, end, CODES, COUNT)
+    else:
+        most = needed_scale(float_of(_largest(amax)), CODEC)
+        x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr_of(slot_ptr, CODES), old, part, CODES, True, COUNT)
+        if part > 0:  # counted with the first part
+            overflows = 0
+    return x0, x1, scale, overflows
+
+
+@triton.jit
+def store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES: tl.constexpr):
+    """Write the scale of a page, and add the overflows of all of its parts to the counts."""
+    every, _ = maxima
+    overflows_ptr, head = counting
+    if overflows_ptr is not None:
+        add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
+    if not CODES.static:
+        scale_ptr = scale_ptr_of(slot_ptr, CODES)
+        _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, _first_nan(every, old).to(tl.float32), old, CODES)
+
+
+# Both
+
+
+@triton.jit
+def _with_static_scale(x0, x1, scale, old, end, CODES: tl.constexpr, COUNT: tl.constexpr):
+    """The values to round of each tile with a calibrated scale, and how many of the tokens' saturate, with COUNT."""
+    CODEC: tl.constexpr = CODES.codec
+    overflows = 0
+    factor = inverse(scale, CODEC)
+    x0 *= factor
+    x1 *= factor
+    if COUNT:
+        t0 = _token(0, tl.arange(0, PAGE // 2), CODES.is_v)
+        t1 = _token(1, tl.arange(0, PAGE // 2), CODES.is_v)
+        overflows = saturated(x0, ((t0 >= old) & (t0 < end))[:, None], CODES)
+        overflows += saturated(x1, ((t1 >= old) & (t1 < end))[:, None], CODES)
+    return clamp(x0, CODEC), clamp(x1, CODEC), overflows
+
+
+@triton.jit
+def _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES: tl.constexpr):
+    """Write the settled scale of a page, and in K's format without NaN, if the page is `broken` by one, the mark (`KVPages.nan_in_k`)."""
+    DENSE: tl.constexpr = CODES.dense
+    LAYOUT: tl.constexpr = CODES.layout
+    if not CODES.codec.has_nan:  # `KVPages.nan_in_k` keeps what undoes the mark
+        marked = broken & (scale == scale)
+        tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
+        i = tl.arange(0, HEADER_WORDS)
+        note = tl.where(i == NAN_WORD, scale, tl.where(i == NAN_WORD + 1, nan_token, 0.0))
+        words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), NAN_WORD + 2, 0)
+        inside = (i >= (SCALE_WORDS if DENSE else NAN_WORD)) & (i < words)
+        tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.where(marked, note, 0.0), mask=inside)
+    else:
+        tl.store(scale_ptr, scale)
+        if DENSE and not CODES.is_v:  # the rest of the header
+            i = tl.arange(0, HEADER_WORDS)
+            tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)

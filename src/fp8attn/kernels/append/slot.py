@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ...formats.page_layout import HEADER, K_SCALE, NAN_IN_K, PAGE_SIZE, V_GROUP, V_SCALE
 from ..codec import encode_where, from_codes, overflows, to_codes
+from ..rows import channels
 
 PAGE = tl.constexpr(PAGE_SIZE)
 GROUP = tl.constexpr(V_GROUP)
@@ -101,13 +102,14 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
 
 
 @triton.jit
-def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr):
-    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]` whose tokens begin at `first [32]`."""
+def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
+    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]`, whose tokens begin at `first [32]`, of a part of the
+    channels."""
     D: tl.constexpr = ROW.head_dim
-    C: tl.constexpr = ROW.width
+    C: tl.constexpr = ROW.held
     GROUPS: tl.constexpr = PAGE // GROUP
     WORDS: tl.constexpr = GROUP // 4  # of a group and channel
-    d = tl.arange(0, C)
+    d = channels(part, ROW)
     words = tl.permute(tl.reshape(words, (GROUPS, WORDS, C)), (0, 2, 1))
     group = tl.arange(0, GROUPS)[:, None, None]
     ptrs = page_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]

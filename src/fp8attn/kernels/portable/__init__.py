@@ -78,6 +78,9 @@ def config(head_dim: int, rows: int, shared_memory: int) -> PortableConfig:
     instructions that read operands from it. On other GPUs tiles are smaller, because operands need registers.
     """
     wide = head_dim > 128
+    if head_dim > 256:  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
+        few = PortableConfig(16, 64 if shared_memory >= 90_000 else 32, 1, 8, 2)
+        return few if rows <= 16 else PortableConfig(32, 32, 1, 8, 2)
     if shared_memory >= 200_000:
         if rows <= 16:
             return PortableConfig(16, 128, 4, 4, 2 if wide else 3)
