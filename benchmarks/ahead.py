@@ -62,8 +62,11 @@ def pretend(machine: Sequence[Any]) -> None:
     planned = Machine(*machine)
     plan_for(planned)
     answers: list[tuple[Callable, Callable]] = [
-        (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16: None),
-        (backends.select_backend, lambda backend, device, dtype: "hopper" if backend == "auto" and planned.hopper else backend),
+        (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16, head_dim=None: None),
+        (
+            backends.select_backend,
+            lambda backend, device, dtype, head_dim: "hopper" if backend == "auto" and planned.hopper else backend,
+        ),
     ]
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == fp8attn.__name__:

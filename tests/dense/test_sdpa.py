@@ -19,6 +19,7 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
+from fp8attn.dense import sdpa
 from fp8attn.formats.codec import E4M3
 from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.numerics import sqnr_db
@@ -315,3 +316,8 @@ def test_impossible_backends_are_refused():
         scaled_dot_product_attention(X, X, X, backend="hopper")
     with pytest.raises(ValueError, match="'reference' cannot serve this call: a mask is given"):
         scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference")
+
+
+def test_there_is_nothing_to_compile_ahead_on_a_cpu():
+    """On a GPU the same line finds the backend of the call's head_dim, before its first kernels."""
+    assert sdpa._prepare(torch.device("cpu"), torch.bfloat16, "auto", (1, 8, 300, 128), 2, 300, True, "int8", True) is None

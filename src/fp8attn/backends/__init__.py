@@ -13,6 +13,7 @@ so layers of different head_dims may have different backends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -85,14 +86,17 @@ def load(name: BackendName) -> Backend:
     return _CLASSES[name]()
 
 
-@cache  # the result is the same for the life of the process
-def find(backend: BackendName, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
     """The backend for a call, with `"auto"` resolved.
 
     Raises:
         UsageError: as `select_backend`.
     """
     return load(select_backend(backend, device, dtype, head_dim))
+
+
+# The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments for mypy.
+find: Callable[[BackendName, torch.device, torch.dtype, int], Backend] = cache(_find)
 
 
 def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:

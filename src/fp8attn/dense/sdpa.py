@@ -274,7 +274,7 @@ def _prepare(
     is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
 ) -> None:  # fmt: skip
     """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
-    if (name := find(backend, device, dtype).name) == "reference":
+    if (name := find(backend, device, dtype, shape[-1]).name) == "reference":
         return
     batch, heads, q_len, head_dim = shape
     dtypes = {value: key for key, value in calls.DTYPES.items()}
