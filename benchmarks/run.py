@@ -7,7 +7,7 @@
     python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to that file, each case when it is measured
     python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
-With OUT=FOLDER, every row is also appended to FOLDER/NAME.jsonl as it comes. README.md says what a benchmark consists of.
+With OUT=FOLDER, every row is also appended to FOLDER/rows.jsonl as it comes. README.md says what a benchmark consists of.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) ->
             table.add(row)
             rows.append(row)
             if folder := os.environ.get("OUT"):
-                with (Path(folder) / f"{name}.jsonl").open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                with (Path(folder) / "rows.jsonl").open("a") as file:
+                    file.write(json.dumps({"benchmark": name, **row}) + "\n")
         torch.cuda.empty_cache()
     return rows, peers.releases(row["impl"] for row in rows)
 

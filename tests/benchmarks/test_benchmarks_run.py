@@ -63,8 +63,8 @@ def test_rows_are_in_a_folder_before_the_next_case_fails(runner, monkeypatch, tm
     runner.made.measure = lambda case: iter([{"case": case, "impl": "fp8attn", "ms": 1 / runner.made.CASES[case]}])
     with pytest.raises(TypeError):
         runner("made")
-    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
-    assert [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 0.5)]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["benchmark"], row["case"], row["ms"]) for row in rows] == [("made", "a-1", 1.0), ("made", "a-2", 0.5)]
 
 
 def test_every_benchmark_is_listed(capsys, monkeypatch):
