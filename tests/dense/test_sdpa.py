@@ -223,8 +223,12 @@ def test_compiled_code_has_torchs_derivatives():
         rounded = scaled_dot_product_attention(query, key, value)
         assert torch.equal(compiled(query, key, value), rounded)
         with torch.no_grad(), forward_ad.dual_level():  # what was compiled outside of a level, called with a dual tensor
-            out = forward_ad.unpack_dual(compiled(query, forward_ad.make_dual(key, tangent), value))
-        torch.testing.assert_close(out.tangent, expected[0])
+            dual = forward_ad.make_dual(key, tangent)
+            if torch.__version__ >= (2, 15):  # then torch.compile itself refuses it
+                with pytest.raises(torch._dynamo.exc.Unsupported, match="forward-mode AD"):
+                    compiled(query, dual, value)
+            else:
+                torch.testing.assert_close(forward_ad.unpack_dual(compiled(query, dual, value)).tangent, expected[0])
         assert torch.equal(compiled(query, key, value), rounded)
     torch._dynamo.reset()
 

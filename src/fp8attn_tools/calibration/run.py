@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers.config import LayerSpec, calls_attention_interface, decoder_config, layers_of
+from fp8attn.integrations.transformers.config import LayerSpec, cache_keyword, calls_attention_interface, decoder_config, layers_of
 from fp8attn.integrations.transformers.tensors import tokens_of
 from fp8attn.scales import ranges
 
@@ -127,7 +127,7 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
                 for index, spec in enumerate(specs)
             ]
         )
-        given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        given: dict[str, Any] = {cache_keyword(model): cache, "use_cache": True}
         if "logits_to_keep" in accepted:
             given["logits_to_keep"] = 1  # logits are not used, and with a large vocabulary they take gigabytes
         token = _watch.set(watch)

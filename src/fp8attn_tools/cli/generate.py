@@ -29,6 +29,8 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    from fp8attn.integrations.transformers.config import cache_keyword
+
     from ..evaluation.names import title
 
     class Stream(TextStreamer):
@@ -54,7 +56,7 @@ def generate(
             stream = Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)
         options: dict[str, Any] = {"max_new_tokens": count, "pad_token_id": pad, "streamer": stream}
         try:
-            ids = loaded.generate(**inputs, past_key_values=made, **options, **sampling)
+            ids = loaded.generate(**inputs, **{cache_keyword(loaded): made}, **options, **sampling)
         except KeyboardInterrupt:
             if stream is not None:
                 stream.end()  # the words that it holds back

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3, KeyDtype
 from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.integrations.transformers.config import cache_keyword
 from fp8attn.params import BackendName
 from fp8attn.scales import KVScales
 
@@ -218,11 +219,11 @@ def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, 
     Returns:
         `[B, logits or S, vocabulary]`.
     """
-    padded = {}
+    given: dict[str, Any] = {cache_keyword(model): cache}
     if mask is not None:
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-        padded = {"attention_mask": mask, "position_ids": positions}
-    return model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=logits, **padded).logits
+        given |= {"attention_mask": mask, "position_ids": positions}
+    return model(input_ids=tokens, use_cache=True, logits_to_keep=logits, **given).logits
 
 
 def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK, mask: torch.Tensor | None = None) -> torch.Tensor:

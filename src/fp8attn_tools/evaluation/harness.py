@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
+from fp8attn.integrations.transformers.config import cache_keyword
+
 from .caches import CHUNK, MakeCache, forward
 
 
@@ -39,5 +41,5 @@ class CachedLM(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         """The continuations of `context [B, S]`, with lm-eval's arguments."""
-        cached = {"past_key_values": self.make_cache(), "prefill_chunk_size": self.chunk}
+        cached = {cache_keyword(self.model): self.make_cache(), "prefill_chunk_size": self.chunk}
         return super()._model_generate(context, max_length, stop, **cached, **generation_kwargs)

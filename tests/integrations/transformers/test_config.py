@@ -12,6 +12,7 @@ from fp8attn.integrations.transformers import config as config_module  # noqa: E
 from fp8attn.integrations.transformers.config import (  # noqa: E402
     LayerSpec,
     attention_shape,
+    cache_keyword,
     has_sinks,
     has_softcap,
     heads_of,
@@ -112,3 +113,11 @@ def test_the_cache_refuses_layers_that_it_does_not_hold(monkeypatch):
     assert "layer 1 of 'llama' is of type 'indexed_attention'" in unsupported_reason(transformers.LlamaConfig())
     monkeypatch.undo()
     assert unsupported_reason(transformers.Qwen3NextConfig(num_hidden_layers=4)) is None
+
+
+def test_the_keyword_of_a_cache_is_the_models_own():
+    """transformers 5.24 renamed it, and warns of the former name."""
+    renamed = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=32, num_attention_heads=1)
+    model = transformers.LlamaForCausalLM(config)
+    assert cache_keyword(model) == ("cache" if renamed else "past_key_values")

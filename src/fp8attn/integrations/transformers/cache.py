@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer, StaticLayer
 
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
@@ -358,7 +358,11 @@ class FP8Cache(Cache):
                 f"{method} needs layers of attention alone: transformers' linear layers ({ranges(states)}) cannot do it. Give the prompt "
                 "to generate with the final batch"
             )
-        lacking = [index for index, layer in enumerate(self.layers) if not hasattr(layer, method)]
+        lacking = [
+            index
+            for index, layer in enumerate(self.layers)
+            if not hasattr(layer, method) or (method == "crop" and isinstance(layer, StaticLayer) and not layer.is_croppable)
+        ]
         if lacking:
             raise ValueError(
                 f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +23,14 @@ UNQUANTIZED_LAYER_TYPES = (*WINDOWED_LAYER_TYPES, *STATE_LAYER_TYPES, "hybrid_sl
 # Families that are refused for what their code does, which no config says.
 REFUSED = {
     "doge": "makes attention masks of its own",
+    "dory": "runs its layers in loops, and gives each loop copies of the cache's layers",
     "git": "computes with its attention masks",
     "minimax": "takes no cache but its own",
     "moshi": "gives layers with a sliding window masks without one",
     "recurrent_gemma": "keeps the states of its recurrent layers in its modules, and not in the cache",
     "inkling_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
     "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
+    "inkling2_loop_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
 }
 _USE_DYNAMIC = "Use transformers' own cache (DynamicCache(config=model.config))"
 
@@ -203,3 +206,9 @@ def has_sinks(config: PreTrainedConfig) -> bool:
 def calls_attention_interface(config: PreTrainedConfig) -> bool:
     """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention itself."""
     return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
+
+
+def cache_keyword(model: Any) -> str:
+    """The keyword by which a model, or what is called as one, takes its cache. transformers 5.24 calls it `cache`, and warns of
+    `past_key_values`, its name before."""
+    return "cache" if "cache" in inspect.signature(getattr(model, "forward", model)).parameters else "past_key_values"
