@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
@@ -385,6 +392,9 @@ class FP8Cache(Cache):
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
         self._all_layers("reset")
+        for layer in self.layers:
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized:  # older transformers keep zeros as tokens
+                layer.keys, layer.values, layer.is_initialized = None, None, False
         self._open = self._updated = COMPLETE
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
