@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
+from fp8attn.integrations.transformers import FP8Cache, biases  # noqa: E402
 from fp8attn.integrations.transformers.biases import _attentions, _offset, _read, _run, layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from fp8attn_tools import calibrate  # noqa: E402
@@ -134,6 +134,35 @@ def test_k_step_is_how_much_larger_the_step_of_int8_keys_is():
     fast, slow = (layer_biases(planted(50, band))[0] for band in ("high", "low"))
     assert fast.k_mean is None and fast.loses and fast.k_step == pytest.approx((1 + 4 * (50 / 0.9) ** 2 / 128) ** 0.5, rel=0.1)
     assert slow.k_mean is not None and not slow.loses and slow.k_step < 2
+
+
+@torch.no_grad()
+def test_a_model_is_read_again_when_a_bias_has_changed(monkeypatch):
+    model, calls = planted(50, "low"), []
+    read = biases._read_biases
+    monkeypatch.setattr(biases, "_read_biases", lambda *given: calls.append(1) or read(*given))
+    first = [FP8Cache(model).layers[0].k_mean for _ in range(3)]
+    assert len(calls) == 1 and all(torch.equal(first[0], mean) for mean in first)
+    model.model.layers[0].self_attn.k_proj.bias.data.mul_(2)  # which no counter of versions sees
+    torch.testing.assert_close(FP8Cache(model).layers[0].k_mean, 2 * first[0])
+    assert len(calls) == 2
+    layer_biases(model, context=100)
+    layer_biases(model, k_means={0: first[0]})
+    assert len(calls) == 4
+    model.model.layers[0].self_attn.k_proj = Projection(model.model.layers[0].self_attn.k_proj)
+    FP8Cache(model), FP8Cache(model)  # what such a module computes may change without its biases
+    assert len(calls) == 6
+
+
+class Projection(torch.nn.Module):
+    """A projection of a form that is not read, but run."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
 
 
 @pytest.mark.parametrize("length", [None, 1100])

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from .config import decoder_config, heads_of
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
+Read = tuple[int, Attention, nn.Module | None]  # a layer's index, its attention module, and the norm before it, if that is known
 SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to 5%
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"GPT2Attention": "c_attn", "GPTNeoXAttention": "query_key_value"}
@@ -67,31 +69,60 @@ class LayerBiases:
         return self.k_step >= MAX_STEP
 
 
+# What was read of a model, with the context, the device and the values of its biases then.
+_READ: WeakKeyDictionary[nn.Module, tuple[tuple[int, torch.device], torch.Tensor, dict[int, LayerBiases]]] = WeakKeyDictionary()
+
+
 @torch.no_grad()
 def layer_biases(
     model: nn.Module, context: int | None = None, k_means: Mapping[int, torch.Tensor] | None = None
 ) -> dict[int, LayerBiases]:  # fmt: skip
     """The effect of biases, by layer index. Layers on which biases have none are absent.
 
+    A model's weights are read once, and again when a bias has another value: every request may make a cache, and reading takes
+    milliseconds a layer.
+
     Args:
         model: a transformers model.
         context: positions, from 0, over which K's bias is averaged. None: the config's max_position_embeddings.
         k_means: by layer index, `[num_kv_heads, head_dim]` float32, calibrated means of K, which are subtracted in the place of those here.
     """
-    k_means = k_means or {}
     context = context or getattr(decoder_config(model.config), "max_position_embeddings", None) or POSITIONS
-    rotary = next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
-    found = {}
-    for index, attention, norm in _attentions(model):
+    attentions = list(_attentions(model))
+    values = None if k_means else _bias_values(attentions)
+    if values is None:
+        return _read_biases(model, attentions, context, k_means or {})
+    held = _READ.get(model)
+    if held is None or held[0] != (context, values.device) or not torch.equal(held[1], values):
+        _READ[model] = held = (context, values.device), values, _read_biases(model, attentions, context, {})
+    return dict(held[2])
+
+
+def _bias_values(attentions: list[Read]) -> torch.Tensor | None:
+    """All biases that `layer_biases` reads, one after another, float32 on one device. None: some modules must be run to be read."""
+    modules = [module for _, each, norm in attentions for module in (_linear(each, "k"), _linear(each, "v"), norm) if module is not None]
+    if not all(map(_is_plain, modules)) or not all(type(module) in (nn.Linear, Conv1D) or not [*module.children()] for module in modules):
+        return None
+    biases = [bias for module in modules if isinstance(bias := getattr(module, "bias", None), torch.Tensor)]
+    return torch.cat([bias.float().to(biases[0].device) for bias in biases]) if biases else torch.empty(0)
+
+
+def _read_biases(
+    model: nn.Module, attentions: list[Read], context: int, k_means: Mapping[int, torch.Tensor]
+) -> dict[int, LayerBiases]:  # fmt: skip
+    """`layer_biases`, from the weights."""
+    rotary, found = None, {}
+    for index, attention, norm in attentions:
         biased = [which for which in "kv" if _is_biased(attention, which, norm)]
         read = {which: offset for which in biased if (offset := _offset(attention, which, norm)) is not None}
         v_mean = _several(*read["v"]) if "v" in read else None
+        rotary = rotary or (_rotary(model) if "k" in read else None)
         rotated = _rotated(*read["k"], attention, rotary, context, k_means.get(index)) if "k" in read else _NOTHING
         unread = len(read) < len(biased) or rotated is None
         k_mean, k_offset, k_step = rotated or _NOTHING
         if v_mean is not None or k_mean is not None or k_offset or unread:
             found[index] = LayerBiases(k_mean, v_mean, k_offset, k_step, unread)
-    for index in _unknown(model) - {index for index, *_ in _attentions(model)}:
+    for index in _unknown(model) - {index for index, *_ in attentions}:
         found[index] = LayerBiases(unread=True)
     return found
 
@@ -114,11 +145,12 @@ def spread_layers(model: nn.Module) -> set[int]:
     return found
 
 
-def _attentions(model: nn.Module) -> Iterator[tuple[int, Attention, nn.Module | None]]:
-    """The decoder's attention modules, each with its layer's index and the norm before it, if that is known."""
+def _attentions(model: nn.Module) -> Iterator[Read]:
+    """The decoder's attention modules."""
     for name, module in model.named_modules():
-        separate = hasattr(module, "k_proj") and hasattr(module, "v_proj")
-        if isinstance(getattr(module, "layer_idx", None), int) and (separate or _fused(module)):
+        if not isinstance(vars(module).get("layer_idx"), int):  # as an attribute, it would take a microsecond of each module without it
+            continue
+        if (hasattr(module, "k_proj") and hasattr(module, "v_proj")) or _fused(module):
             attention: Attention = module
             layer = model.get_submodule(name.rpartition(".")[0])
             yield attention.layer_idx, attention, getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
@@ -130,12 +162,17 @@ def _unknown(model: nn.Module) -> set[int]:
     return {
         module.layer_idx
         for module in modules
-        if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
+        if isinstance(vars(module).get("layer_idx"), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
     }
 
 
 def _has_bias(module: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "bias" for name, _ in (*module.named_parameters(), *module.named_buffers()))
+    return any(isinstance(getattr(each, "bias", None), torch.Tensor) for each in module.modules())
+
+
+def _rotary(model: nn.Module) -> nn.Module | None:
+    """The module that computes RoPE's angles."""
+    return next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
 
 
 def _fused(attention: Attention) -> str | None:

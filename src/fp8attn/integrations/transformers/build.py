@@ -13,7 +13,7 @@ from ...formats.codec import KeyDtype, codec_of
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, check_backend
 from ...scales import KVScales
-from .config import decoder_config, layers_of, unsupported_reason
+from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
 from .kept import KeptLayer
 from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
 
@@ -50,9 +50,9 @@ def transformers_model(model: Any) -> PreTrainedModel:
 def make_layers(
     model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
     key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, count_overflows: bool, backend: BackendName,
-) -> tuple[list[Any], list[FP8Layers]]:  # fmt: skip
-    """The layers of a cache, without means from the model's weights, and what those in FP8 share, by shape and window. It checks all
-    options.
+) -> tuple[list[Any], list[FP8Layers], list[LayerSpec]]:  # fmt: skip
+    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape and window; and what the config says
+    of the layers. It checks all options.
 
     Raises:
         TypeError, UsageError: as `FP8Cache`.
@@ -113,7 +113,7 @@ def make_layers(
         group.beside_plain = max_cache_len is not None and any(
             getattr(x, "is_sliding", False) for x in layers if not isinstance(x, FP8Layer)
         )
-    return layers, list(groups.values())
+    return layers, list(groups.values()), specs
 
 
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:

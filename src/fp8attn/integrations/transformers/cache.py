@@ -112,17 +112,17 @@ class FP8Cache(Cache):
         batch_invariant: bool, count_overflows: bool, backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
-        layers, groups = make_layers(
+        layers, groups, specs = make_layers(
             model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend
         )  # fmt: skip
         super().__init__(layers=layers)
         self.groups = groups
         # The last layer that a forward changes. In older transformers, models change states without a call of the cache.
         unseen = EMPTY_LAYER_TYPES if hasattr(Cache, "get_conv_state") else (*STATE_LAYER_TYPES, *EMPTY_LAYER_TYPES)
-        self._last = max(index for index, spec in enumerate(layers_of(model.config)) if spec.kind not in unseen)
+        self._last = max(index for index, spec in enumerate(specs) if spec.kind not in unseen)
         self._open = self._updated = COMPLETE  # the layers that a forward has come to, and whose K and V it has appended
         self._first = True  # whether a forward, if one is open, found no states of linear layers
-        self.identity = files.identity(model)
+        self.identity = files.identity(model, specs)
         if decoder_config(model.config)._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 

@@ -154,8 +154,11 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
         options = [options] * len(kinds)
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     configs = configs[: len(kinds)]  # transformers < 5.20: layers at the end that share K and V have no cache layer
+    # Reading a config is slow, and layers of a kind mostly share theirs.
+    unlike = {(id(layer), kind): layer for kind, layer in zip(kinds, configs, strict=True)}
+    heads = {(number, kind): heads_of(layer, kind) for (number, kind), layer in unlike.items()}
     specs = [
-        LayerSpec(kind, *heads_of(layer, kind), given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
+        LayerSpec(kind, *heads[id(layer), kind], given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
         for kind, given, layer in zip(kinds, options, configs, strict=True)
     ]
     if not any(spec.in_pages for spec in specs):

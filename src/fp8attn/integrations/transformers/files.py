@@ -15,7 +15,7 @@ from ...cache import PagedKVCache, storage
 from ...errors import UsageError
 from ...formats.codec import KeyDtype
 from ...params import BackendName
-from .config import decoder_config, layers_of
+from .config import LayerSpec, decoder_config
 from .layers import FP8Layer, FP8Layers
 
 
@@ -185,10 +185,10 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
             setattr(layer, name, value if isinstance(old, torch.Tensor) else int(value))
 
 
-def identity(model: PreTrainedModel) -> dict[str, Any]:
-    """What is compared of a model, as JSON has it. Only the last part of its name is used, because folders differ between machines."""
+def identity(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[str, Any]:
+    """What is compared of a model, which has layers of `specs`, as JSON has it. Only the last part of its name is used, because folders
+    differ between machines."""
     config = decoder_config(model.config)
-    specs = layers_of(config)
     specs = [spec for spec in specs if spec.is_full] or [spec for spec in specs if spec.in_pages]
     shapes = list(dict.fromkeys((x.num_q_heads, x.num_kv_heads, x.head_dim) for x in specs))
     heads, kv_heads, head_dim = shapes[0] if len(shapes) == 1 else (list(x) for x in zip(*shapes, strict=True))

@@ -36,8 +36,9 @@ class Weights:
     @cached_property
     def losing(self) -> tuple[int, ...]:
         """The layers whose keys lose accuracy in 8 bits (`LayerBiases.loses`), of those that can be in 8 bits."""
-        specs = layers_of(self.model.config)
-        return tuple(index for index, found in sorted(self.biases.items()) if found.loses and specs[index].in_pages)
+        losing = [index for index, found in sorted(self.biases.items()) if found.loses]
+        specs = layers_of(self.model.config) if losing else []
+        return tuple(index for index in losing if specs[index].in_pages)
 
     def keeps(self, index: int) -> bool:
         """Whether a layer stays in 16 bits, if the user has not said which do: those that lose, unless none would be left in 8 bits."""
