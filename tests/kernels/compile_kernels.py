@@ -175,7 +175,7 @@ def launches(target: str, name: str) -> list[Launch]:
         patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(append, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
         append._step_plan.cache_clear()  # it keeps what these gave
-        patch.setattr(portable, "_device", lambda device: (132, shared_memory))
+        patch.setattr(portable, "_device", lambda device: (132, shared_memory, gpu.arch == 90))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)
         append._step_plan.cache_clear()

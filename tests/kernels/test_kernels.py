@@ -59,7 +59,7 @@ def test_decode_has_work_for_a_slice_of_a_gpu():
 
 def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     """Only the first dimension of a CUDA grid goes beyond 65,535."""
-    monkeypatch.setattr(portable, "_device", lambda device: (132, 232448))
+    monkeypatch.setattr(portable, "_device", lambda device: (132, 232448, True))
     for module in ("append", "combine", "portable", "quantize_rows"):
         monkeypatch.setattr(f"fp8attn.kernels.{module}.is_native", lambda device: True)
     monkeypatch.setattr("fp8attn.kernels.append.num_sms", lambda device: 132)

@@ -19,7 +19,7 @@ def numbers(name: str, columns: int, window: int) -> list[list[int]]:
     with dry() as (launches, patch):
         for plan in (decode.plan, prefill.plan):
             patch.setattr(plan, "num_sms", lambda device: 132)
-        patch.setattr(portable, "_device", lambda device: (132, 232448))
+        patch.setattr(portable, "_device", lambda device: (132, 232448, True))
         for plan in (decode.plan.make_decode_plan, prefill.plan.make_prefill_plan):
             plan.cache_clear()  # a plan keeps what these gave
         if name == "prefill":

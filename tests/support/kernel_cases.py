@@ -342,6 +342,7 @@ ATTENTION_WIDE = {  # head_dim 512, on tiles of its own
     "decode": _WIDE_ATTENTION | {"heads": (2, 2), "splits": 3, "mean": 2.0, "leftpad": True, "softcap": 20.0},
     "decode, e4m3": _WIDE_ATTENTION | {"key_dtype": "e4m3", "rotate": False, "sinks": True, "mask": "window 140"},
     "prefill": _WIDE_ATTENTION | {"lengths": [2, 130, 0], "queries": 130, "mean": 2.0, "dtype": torch.bfloat16},
+    "prefill, parts": _WIDE_ATTENTION | {"lengths": [2, 200, 0], "queries": 130, "splits": 3, "mask": "window 140", "leftpad": True},
     "prefill, e4m3": _WIDE_ATTENTION | {"lengths": [1, 140, 3], "queries": 7, "key_dtype": "e4m3", "mask": "full", "splits": 3},
 }
 

@@ -34,8 +34,10 @@ def test_attention_against_float64(case, monkeypatch):
     check_attention(portable.portable_attention, case)
 
 
-@pytest.mark.parametrize("name", ATTENTION_WIDE)
-def test_attention_of_512_channels(name, monkeypatch):
+@pytest.mark.parametrize(("name", "hopper"), [*((name, False) for name in ATTENTION_WIDE), ("prefill", True), ("prefill, parts", True)])
+def test_attention_of_512_channels(name, hopper, monkeypatch):
+    """Hopper has tiles of its own for many queries."""
+    monkeypatch.setattr(portable, "_device", lambda device: (1, 1 << 30, hopper))
     monkeypatch.setattr(portable, "num_splits", lambda *_: ATTENTION_WIDE[name]["splits"])
     check_attention(portable.portable_attention, ATTENTION_WIDE[name])
 

@@ -41,13 +41,16 @@ CLEARING = 64  # programs that write zeros after the last sequence of a ragged b
 
 class PortableConfig(NamedTuple):
     """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no split), of warps, of
-    pipeline stages."""
+    pipeline stages, of programs that share V's channels, of parts in which each multiplies its own; whether Q is copied to be loaded."""
 
     rows: int
     tile: int
     key_warps: int
     num_warps: int
     num_stages: int
+    shares: int = 1
+    parts: int = 1
+    scratch: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class PortableOptions(ConstexprFields):
     head_dim: int
     layout: PageLayout
     width: int  # head_dim, padded to a power of two
+    channels: int  # of V that a program has
+    parts: int  # of these channels, whose products with V are one after the other: a product needs registers beside the accumulator
     group: int  # query heads of a KV head
     rows: int  # of a program
     tile: int  # keys of a tile
@@ -71,16 +76,20 @@ class PortableOptions(ConstexprFields):
 
 
 @lru_cache
-def config(head_dim: int, rows: int, shared_memory: int) -> PortableConfig:
+def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> PortableConfig:
     """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory` bytes.
 
     The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
     instructions that read operands from it. On other GPUs tiles are smaller, because operands need registers.
     """
     wide = head_dim > 128
+    if head_dim > 256 and rows > 64 and hopper:
+        # Hopper's instructions take 64 rows for 4 warps, whose registers hold 256 channels of V, and the product of 128. So two programs
+        # have the same rows, and both compute their weights.
+        return PortableConfig(128, 64, 1, 8, 1, shares=2, parts=2, scratch=True)
     if head_dim > 256:  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
-        few = PortableConfig(16, 64 if shared_memory >= 90_000 else 32, 1, 8, 2)
-        return few if rows <= 16 else PortableConfig(32, 32, 1, 8, 2)
+        tile = 64 if shared_memory >= 90_000 else 32
+        return PortableConfig(16, tile, 1, 8, 2) if rows <= 16 else PortableConfig(32, tile, 1, 8, 1 if tile == 64 else 2)
     if shared_memory >= 200_000:
         if rows <= 16:
             return PortableConfig(16, 128, 4, 4, 2 if wide else 3)
@@ -95,9 +104,10 @@ def config(head_dim: int, rows: int, shared_memory: int) -> PortableConfig:
 
 
 @lru_cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Number of multiprocessors, and bytes of shared memory that one program may have."""
-    return machine(device)[:2]
+def _device(device: torch.device) -> tuple[int, int, bool]:
+    """Number of multiprocessors, bytes of shared memory that one program may have, and whether it is a Hopper GPU."""
+    found = machine(device)
+    return found.num_sms, found.shared_memory, found.hopper
 
 
 def portable_attention(
@@ -118,31 +128,33 @@ def portable_attention(
     if not num_tokens:
         return out, lse
     group = num_q_heads // pages.num_kv_heads
-    sms, shared_memory = _device(device)
-    rows, tile, key_warps, num_warps, num_stages = config(head_dim, max_seqlen_q * group, shared_memory)
+    sms, shared_memory, hopper = _device(device)
+    block = config(head_dim, max_seqlen_q * group, shared_memory, hopper)
+    rows, tile, num_warps, shares = block.rows, block.tile, block.num_warps, block.shares
     blocks = -(-max_seqlen_q * group // rows)
     max_pages = pages.page_table.shape[1]
     if window:
         max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
-    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs, max_pages, sms * (8 // num_warps))
+    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs * shares, max_pages, sms * (8 // num_warps))
     num_rows = num_tokens * num_q_heads
     if splits > 1:
         target = torch.empty((splits, num_rows, head_dim), dtype=torch.float32, device=device)
         target_lse = torch.empty((2, splits, num_rows), dtype=torch.float32, device=device)
     else:
         target, target_lse = out, lse
+    scratch = torch.empty((num_tokens, num_q_heads, head_dim), dtype=torch.float16, device=device) if block.scratch else None
     args = (
         q, pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
-        None if splits > 1 else sinks, leftpad_k, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
+        None if splits > 1 else sinks, leftpad_k, scratch, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
         codec=form.k, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
-        width=power_of_two(head_dim), group=group, rows=rows, tile=tile, warps=key_warps, causal=causal, window=window > 0,
-        softcap=softcap > 0, split=splits > 1, native=is_native(device),
+        width=power_of_two(head_dim), channels=power_of_two(head_dim) // shares, parts=block.parts, group=group, rows=rows, tile=tile,
+        warps=block.key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
-    constants = make_constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
-    programs = pages.num_seqs * pages.num_kv_heads * blocks * splits
+    constants = make_constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=block.num_stages, enable_fp_fusion=True)
+    programs = pages.num_seqs * pages.num_kv_heads * blocks * splits * shares
     launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, constants)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)

@@ -63,11 +63,13 @@ def _tiles_of(any_first, any_end, split, num_splits, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, OPTIONS: tl.constexpr):
+def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, scratch_ptr, scratch_offsets, OPTIONS: tl.constexpr):
     """A block of queries as the operand of Q K, in FP16.
 
     Args:
         q_offsets: `[rows]`, of the first channel of each row; those that are `real [rows]` exist.
+        scratch_ptr: FP16, of a copy of all queries, in which a row begins at `scratch_offsets [rows]`. Triton has only operands in shared
+            memory that were loaded, and computed ones in registers. None: registers are enough.
     Returns:
         `q [rows, width]`; the factors of its scores, which become exponents of two; and the scores of K's mean.
     """
@@ -89,7 +91,13 @@ def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, OP
     if k_mean_ptr is not None:
         k_mean = tl.load(k_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)
         mean_score = tl.sum(q * k_mean[None, :], 1) * scale_log2
-    return (q * grow[:, None]).to(tl.float16), factor, mean_score
+    q = (q * grow[:, None]).to(tl.float16)
+    if scratch_ptr is not None:
+        scratch = scratch_ptr + scratch_offsets[:, None] + d[None, :]
+        tl.store(scratch, q, mask=q_mask)
+        tl.debug_barrier()
+        q = tl.load(scratch, mask=q_mask, other=0.0)
+    return q, factor, mean_score
 
 
 @triton.jit
@@ -115,10 +123,10 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
         all_keys: the keys that all rows see, `[all_first, all_end)`.
         HAS_START: keys on the left may be hidden.
     Returns:
-        `acc [rows, width]`, denominators and maxima `[rows]`, and the unit of `acc`.
+        `acc`, a tuple of parts `[rows, channels / parts]`; denominators and maxima `[rows]`; and the unit of `acc`.
     """
     ROWS: tl.constexpr = OPTIONS.rows
-    DP: tl.constexpr = OPTIONS.width
+    CHANNELS: tl.constexpr = OPTIONS.channels // OPTIONS.parts
     TILE: tl.constexpr = OPTIONS.tile
     WARPS: tl.constexpr = OPTIONS.warps
     first_tile, end_tile = tiles
@@ -126,7 +134,7 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
     if WARPS > 1:
         # One loop: a mask over a few rows costs less than filling the pipeline twice.
         state = (
-            tl.zeros((WARPS, ROWS, DP), tl.float32),
+            (tl.zeros((WARPS, ROWS, CHANNELS), tl.float32),),
             tl.zeros((WARPS, ROWS), tl.float32),
             tl.full((WARPS, ROWS), UNSEEN, tl.float32),
             v_unit,
@@ -135,9 +143,10 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
         top = tl.max(m, 0)
         weight = tl.exp2(m - top[None, :])
         denom = tl.sum(denom * weight, 0)
-        return tl.sum(acc * weight[:, :, None], 0), denom, top, v_unit
+        return (tl.sum(acc[0] * weight[:, :, None], 0),), denom, top, v_unit
     else:
-        state = tl.zeros((ROWS, DP), tl.float32), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), UNSEEN, tl.float32), v_unit
+        none = tl.zeros((ROWS, CHANNELS), tl.float32)
+        state = (none,) if OPTIONS.parts == 1 else (none, none), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), UNSEEN, tl.float32), v_unit
         all_first, all_end = all_keys
         # All rows see all keys of the tiles `[free_tile, masked_tile)`.
         masked_tile = tl.minimum(tl.maximum(all_end // TILE, first_tile), end_tile)
@@ -154,22 +163,24 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
     do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
 )
 def portable_kernel(
-    q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, out_ptr, lse_ptr, q_stride_t,
-    q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap, window,
-    OPTIONS: tl.constexpr,
+    q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, scratch_ptr, out_ptr, lse_ptr,
+    q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap,
+    window, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs clear other rows."""
     D: tl.constexpr = OPTIONS.head_dim
     G: tl.constexpr = OPTIONS.group
     ROWS: tl.constexpr = OPTIONS.rows
     # The last queries see the most keys and start first.
-    split = tl.program_id(0) % num_splits
-    item = tl.program_id(0) // num_splits
+    SHARES: tl.constexpr = OPTIONS.width // OPTIONS.channels
+    first_channel = tl.program_id(0) % SHARES * OPTIONS.channels
+    split = tl.program_id(0) // SHARES % num_splits
+    item = tl.program_id(0) // SHARES // num_splits
     block = num_blocks - 1 - item % num_blocks
     kv_head = item // num_blocks % num_kv_heads
     seq = item // num_blocks // num_kv_heads
     if cu_seqlens_ptr is not None and seq >= num_seqs:
-        programs = num_seqs * num_kv_heads * num_blocks * num_splits
+        programs = num_seqs * num_kv_heads * num_blocks * num_splits * SHARES
         rest = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
         _clear_rest(out_ptr, lse_ptr, rest, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, OPTIONS)
         return
@@ -190,6 +201,7 @@ def portable_kernel(
     last_position = length - q_len + tl.minimum((block * ROWS + ROWS - 1) // G, q_len - 1)
     # Offsets of rows in [T, num_q_heads] and, with splits, in [num_splits, T, num_q_heads]
     offset = (start + query).to(tl.int64) * (num_kv_heads * G) + head
+    scratch_offsets = offset * D
     if OPTIONS.split:
         offset += split.to(tl.int64) * num_rows
     any_first, any_end, all_first, all_end = _keys_of(length, first_position, last_position, leftpad_ptr, seq, window, OPTIONS)
@@ -198,9 +210,10 @@ def portable_kernel(
         tl.store(lse_ptr + offset, HIDDEN, mask=real)
         return
 
-    d = tl.arange(0, OPTIONS.width)
     q_offsets = (start + query).to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h
-    q, factor, mean_score = _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, OPTIONS)
+    q, factor, mean_score = _load_queries(
+        q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, scratch_ptr, scratch_offsets, OPTIONS
+    )  # fmt: skip
     cap = softcap * LOG2E
     shift = mean_score
     if OPTIONS.softcap:  # its scores include K's mean
@@ -216,24 +229,32 @@ def portable_kernel(
         first = tl.maximum(first, position - window + 1)
     queries, row_keys = _with_warps((q, factor, shift, cap), (first, end), OPTIONS)
     table_ptr += seq.to(tl.int64) * table_stride
-    pages = pool_ptr, table_ptr, num_kv_heads, kv_head
+    pages = pool_ptr, table_ptr, num_kv_heads, kv_head, first_channel
     HAS_START: tl.constexpr = OPTIONS.window or leftpad_ptr is not None
     acc, denom, m, v_unit = _attend(queries, row_keys, pages, (first_tile, end_tile), (all_first, all_end), HAS_START, OPTIONS)
 
     # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
     nothing = denom == 0.0
     lse = tl.where(nothing, HIDDEN, tl.log2(denom) + (m - WEIGHT_BITS))
-    out = acc * (v_unit / tl.where(nothing, 1.0, denom))[:, None]
-    if v_mean_ptr is not None:
-        out += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
-    out = tl.where(nothing[:, None], 0.0, out)
-    out_mask = real[:, None] & (d < D)[None, :]
+    factor = v_unit / tl.where(nothing, 1.0, denom)
+    share = factor
     if OPTIONS.split:
-        tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask & (nothing == 0)[:, None])
         tl.store(lse_ptr + offset, lse, mask=real)
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
     else:
         share, lse = share_and_lse(lse, mean_score, sinks_ptr, head)
-        out = round_to(out * share[:, None], out_ptr.dtype.element_ty, OPTIONS.native)
-        tl.store(out_ptr + offset[:, None] * D + d[None, :], out, mask=out_mask)
         tl.store(lse_ptr + offset, lse, mask=real)
+    PARTS: tl.constexpr = OPTIONS.parts
+    CHANNELS: tl.constexpr = OPTIONS.channels // PARTS
+    for part in tl.static_range(PARTS):
+        channel = first_channel + part * CHANNELS + tl.arange(0, CHANNELS)
+        out = acc[part] * factor[:, None]
+        if v_mean_ptr is not None:
+            out += tl.load(v_mean_ptr + kv_head * D + channel, mask=channel < D, other=0.0)[None, :]
+        out = tl.where(nothing[:, None], 0.0, out)
+        out_mask = real[:, None] & (channel < D)[None, :]
+        out_ptrs = out_ptr + offset[:, None] * D + channel[None, :]
+        if OPTIONS.split:
+            tl.store(out_ptrs, out, mask=out_mask & (nothing == 0)[:, None])
+        else:
+            tl.store(out_ptrs, round_to(out * share[:, None], out_ptr.dtype.element_ty, OPTIONS.native), mask=out_mask)

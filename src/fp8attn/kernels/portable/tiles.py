@@ -29,6 +29,32 @@ def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def _add_values(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
+    """`acc * rescale + P V`, for each part of the channels. `v_ptrs` are those of the first part."""
+    PART: tl.constexpr = OPTIONS.channels // OPTIONS.parts
+    if OPTIONS.parts == 1:
+        return (_add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS),)
+    else:
+        low = _add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS)
+        return low, _add_part(acc[1], p, rescale, v_ptrs + PART * _GROUP, v_mask, OPTIONS)
+
+
+@triton.jit
+def _add_part(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
+    """`acc * rescale + P V`, for the channels of `acc`. V is read `[groups, channel and token in a group]`."""
+    TILE: tl.constexpr = OPTIONS.tile
+    WARPS: tl.constexpr = OPTIONS.warps
+    CHANNELS: tl.constexpr = OPTIONS.channels // OPTIONS.parts
+    rescale = tl.broadcast_to(tl.expand_dims(rescale, -1), acc.shape)
+    v = tl.load(v_ptrs) if OPTIONS.head_dim == OPTIONS.width else tl.load(v_ptrs, mask=v_mask, other=0)
+    v = tl.permute(tl.reshape(from_e4m3(v, OPTIONS.native), (TILE // _GROUP, CHANNELS, _GROUP)), (0, 2, 1))
+    v = tl.reshape(v, (WARPS, TILE // WARPS, CHANNELS) if WARPS > 1 else (TILE, CHANNELS))
+    # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
+    # and a sum into an accumulation of the tensor core.)
+    return tl.fma(acc, rescale, tl.dot(p, v))
+
+
+@triton.jit
 def add_tiles(
     state, queries, row_keys, pages, first_tile, end_tile, MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr
 ):
@@ -37,16 +63,16 @@ def add_tiles(
     If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
 
     Args:
-        state: `acc` in units of `v_unit`, denominators, maxima, and `v_unit`.
+        state: `acc` in units of `v_unit`, a tuple of parts of the channels; denominators, maxima, and `v_unit`.
         queries: `q`; the factors of scores; what is added to them before the softcap; the cap.
         row_keys: the keys `[first, end)` that each row sees.
-        pages: the pool, the sequence's row of the page table, the number of KV heads, and the head.
+        pages: the pool, the sequence's row of the page table, the number of KV heads, the head, and the first channel of V.
         MASK_START, MASK_END: some row does not see some key on the left, or on the right.
     """
     acc, denom, m, v_unit = state
     q, factor, shift, cap = queries
     row_first, row_end = row_keys
-    pool_ptr, table_ptr, num_kv_heads, kv_head = pages
+    pool_ptr, table_ptr, num_kv_heads, kv_head, channel = pages
     CODEC: tl.constexpr = OPTIONS.codec
     LAYOUT: tl.constexpr = OPTIONS.layout
     D: tl.constexpr = OPTIONS.head_dim
@@ -71,7 +97,7 @@ def add_tiles(
         k_offsets = token[:, None] * D + d[None, :]
         k_mask = (d < D)[None, :]
         key = token[None, :]
-    in_group = tl.arange(0, DP * _GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
+    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * _GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
     v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
     v_mask = in_group < D * _GROUP
 
@@ -83,7 +109,7 @@ def add_tiles(
     for tile in range(first_tile, end_tile):
         tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
         k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
-        v_ptrs = tile_ptr + LAYOUT.v_offset + v_offsets
+        v_ptrs = tile_ptr + (LAYOUT.v_offset + channel * _GROUP) + v_offsets
         page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
@@ -112,13 +138,7 @@ def add_tiles(
         p = tl.exp2((s if SOFTCAP else s * tl.expand_dims(f, -1)) - origin).to(tl.float16)
         alpha = tl.exp2(m - new_m)
         denom = denom * alpha + tl.sum(p.to(tl.float32), AXIS)
-        rescale = tl.broadcast_to(tl.expand_dims(alpha * v_ratio, -1), acc.shape)
-        v = from_e4m3(tl.load(v_ptrs) if D == DP else tl.load(v_ptrs, mask=v_mask, other=0), NATIVE)
-        v = tl.permute(tl.reshape(v, (TILE // _GROUP, DP, _GROUP)), (0, 2, 1))
-        v = tl.reshape(v, (WARPS, TILE // WARPS, DP) if WARPS > 1 else (TILE, DP))
-        # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
-        # and a sum into an accumulation of the tensor core.)
-        acc = tl.fma(acc, rescale, tl.dot(p, v))
+        acc = _add_values(acc, p, alpha * v_ratio, v_ptrs, v_mask, OPTIONS)
         m = new_m
         v_ratio = v_scale / next_v_scale
         k_scale = next_k_scale
