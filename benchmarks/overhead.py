@@ -16,13 +16,14 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 import fp8attn
 from fp8attn import PagedKVCache
 from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.integrations.transformers.config import cache_keyword
 from fp8attn.kernels.launch import Counters, Tiles, launch, recording
 
 from .problem import DEVICE, randn
 
 CASES = ("calls", "model")
 CALLS, TURNS = 100, 30  # of a turn; turns
-STEPS = 20
+WARM_TURNS, MODEL_TURNS, STEPS = 2, 8, 8
 PROMPT = 2048
 # Llama-3.1-8B's layers, but for narrow MLPs and a small vocabulary: as many calls, and less for the GPU to do.
 SHAPE = dict(
@@ -48,17 +49,13 @@ def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str]
     return least
 
 
-def waited(call: Callable, calls: int) -> float:
-    """The median time in microseconds of a call and of the GPU work that it starts."""
-
-    def once() -> float:
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e6
-
-    return statistics.median(once() for _ in range(calls))
+def waited(call: Callable) -> float:
+    """The time in microseconds of a call and of the GPU work that it starts."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
 
 
 def ops() -> dict[tuple[str, str], Callable]:
@@ -98,7 +95,8 @@ def ops() -> dict[tuple[str, str], Callable]:
 
 
 def model_steps() -> Iterator[dict]:
-    """A prompt of 2,048 tokens and the decode step after it, batch 1, uncompiled: the wall time."""
+    """A prompt of 2,048 tokens and decode steps after it, batch 1, uncompiled: medians of the wall time. Caches take turns, a prompt and
+    some steps each, because the host is now and then half as fast. The first turns compile kernels, also in threads beside the steps."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -107,28 +105,31 @@ def model_steps() -> Iterator[dict]:
     finally:
         torch.set_default_dtype(torch.float32)
     ids = torch.randint(0, SHAPE["vocab_size"], (1, PROMPT), device=DEVICE)
-    for impl, attention, make in (
-        ("bf16-dynamic", "sdpa", lambda: DynamicCache(config=model.config)),
-        ("bf16-static", "sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
-        ("fp8attn-dynamic", "fp8_kv", lambda: FP8Cache(model)),
-        ("fp8attn-static", "fp8_kv", lambda: FP8Cache(model, max_cache_len=2 * PROMPT)),
-    ):
-        model.set_attn_implementation(attention)
-        cache = None
+    caches = {
+        "bf16-dynamic": ("sdpa", lambda: DynamicCache(config=model.config)),
+        "bf16-static": ("sdpa", lambda: StaticCache(config=model.config, max_cache_len=2 * PROMPT)),
+        "fp8attn-dynamic": ("fp8_kv", lambda: FP8Cache(model)),
+        "fp8attn-static": ("fp8_kv", lambda: FP8Cache(model, max_cache_len=2 * PROMPT)),
+    }
+    keyword = cache_keyword(model)
+    prompts, steps = ({impl: [] for impl in caches} for _ in range(2))
+    for turn in range(-WARM_TURNS, MODEL_TURNS):
+        for impl, (attention, make) in caches.items():
+            model.set_attn_implementation(attention)
+            held = {}
 
-        def prefill(make=make):
-            nonlocal cache
-            cache = make()
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            def prefill(make=make, held=held):
+                held[keyword] = make()
+                model(ids, **held, use_cache=True, logits_to_keep=1)
 
-        def step():
-            model(ids[:, :1], past_key_values=cache, use_cache=True)  # noqa: B023
-
-        prefill()
-        yield {"case": f"prefill of {PROMPT}", "impl": impl, "us": waited(prefill, 5)}
-        for _ in range(3):
-            step()
-        yield {"case": "decode step", "impl": impl, "us": waited(step, STEPS)}
+            first = waited(prefill)
+            later = [waited(lambda held=held: model(ids[:, :1], **held, use_cache=True)) for _ in range(STEPS)]
+            if turn >= 0:
+                prompts[impl].append(first)
+                steps[impl] += later[1:]
+    for impl in caches:
+        yield {"case": f"prefill of {PROMPT}", "impl": impl, "us": statistics.median(prompts[impl])}
+        yield {"case": "decode step", "impl": impl, "us": statistics.median(steps[impl])}
 
 
 @torch.inference_mode()

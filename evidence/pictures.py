@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -19,6 +20,7 @@ from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
 from .rows import latest, lengths, path_of
+from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
 from .tables.texts import STORED, TEXTS
 
@@ -33,12 +35,13 @@ THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 
 
 def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
-    """Title, legend (of the labels in `axes`) and file."""
+    """Title, legend (of the labels in `axes`, if it has any) and file."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
-    rows = -(-sum(len(label) + 8 for label in labels) // 150)
-    columns = -(-len(labels) // rows)
-    figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
+    if labels:
+        rows = -(-sum(len(label) + 8 for label in labels) // 150)
+        columns = -(-len(labels) // rows)
+        figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
     figure.savefig(path_of(name).with_suffix(".png"), dpi=130)
     plt.close(figure)
 
@@ -98,7 +101,28 @@ def plot_accuracy() -> None:
     finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device}, head_dim 128")
 
 
-PLOTS = {"decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
+def plot_needle() -> None:
+    """Right answers by depth: a panel a system, a column a length of the prompt or a strength of stress at the longest."""
+    (device, rows) = latest("needle")
+    columns = {f"{n // 1024}k": case for n, case in lengths(rows, r"niah_multikey_2-S(\d+)").items()}
+    columns |= {f"128k, {name}": case for name, case in STRESS.items() if name != "as trained"}
+    impls = [impl for impl in SYSTEMS if (STRESS["as trained"], impl) in rows]
+    figure, grid = plt.subplots(1, len(impls), figsize=(2.2 * len(impls), 4.6), sharey=True)
+    for axes, impl in zip(grid, impls, strict=True):
+        cells = np.full((10, len(columns)), np.nan)
+        for i, case in enumerate(columns.values()):
+            for depth, (score, _) in rows.get((case, impl), {}).get("depths", {}).items():
+                cells[int(10 * float(depth)), i] = 100 * score
+        image = axes.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=(-0.5, len(columns) - 0.5, 100, 0))
+        axes.set_title(SYSTEMS[impl].replace(", ", "\n"), fontsize=9)
+        axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
+    grid[0].set_ylabel("depth of the needle, %")
+    figure.colorbar(image, ax=grid, label="% right", shrink=0.8)
+    title = f"RULER's needles on an {device}: right answers by length, depth and planted outliers (white: not measured)"
+    finish("needle", figure, grid[0], title)
+
+
+PLOTS = {"needle": plot_needle, "decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
 
 
 def main() -> None:

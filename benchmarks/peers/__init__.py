@@ -31,8 +31,9 @@ DECODE = tuple(impl for impl, call in CALLS.items() if call.decode)
 
 
 def of(impl: str) -> str | None:
-    """The file of the peer that an implementation is a call of. In `engine`, `-split` is a call of two parts, and pages are not named."""
-    plain = impl.removesuffix("-split")
+    """The file of the peer that an implementation is a call of. In `engine`, `-split` is a call of two parts, and pages are not named. In
+    `needle`, options of a call are behind a colon."""
+    plain = impl.removesuffix("-split").partition(":")[0]
     return next((name for name, peer in PEERS.items() if {plain, f"{plain}-paged"} & peer.calls.keys()), None)
 
 

@@ -9,6 +9,13 @@ from ..rows import latest, lengths
 from .kernels import PREFILL_IMPLS, SINGLE_LEVEL
 from .writing import block, span, table
 
+SYSTEMS = {
+    "bf16": "BF16", "fp8attn": "fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys", "fa3-fp8": "FA3 FP8, scales of one",
+    "fa3-fp8:calibrated": "FA3 FP8, calibrated", "fa3-fp8:calibrated+means": "FA3 FP8, calibrated, means off",
+    "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
+}  # fmt: skip
+STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
+
 
 def errors(rows: Iterable[dict], key: str) -> list[tuple[str, str, float]]:
     """Case, implementation and relative error of rows."""
@@ -54,3 +61,15 @@ def accumulation() -> str:
     cases = lengths(here, r"S(\d+)")
     body = [[impl, *(f"{here[case, impl]['rel_err']:.1%}" for case in cases.values())] for impl in dict.fromkeys(impl for _, impl in here)]
     return table([f"{title}; keys", *(f"{n:,}" for n in cases)], body)
+
+
+@block("needle")
+def retrieval() -> str:
+    """RULER's needles: how many answers are right."""
+    title, found = latest("needle")
+
+    def cell(row: dict | None) -> str:
+        return "" if row is None else f"{100 * row['accuracy']:.4g} ({row['samples']})"
+
+    body = [[label, *(cell(found.get((case, impl))) for case in STRESS.values())] for impl, label in SYSTEMS.items()]
+    return table([f"131,072 tokens, % right (samples), {title}", *STRESS], body)

@@ -8,7 +8,7 @@ from .kernels import SINGLE_LEVEL, STEP, TWO_LEVEL, engine_over, two_level
 from .texts import memory
 from .writing import at, block, number, span, table
 
-LONG_STEP = "decode-B1-S131072"
+LONG_STEP = "llama-decode-B1-S131072"
 
 
 @block("real_model", "public_models", "tasks", "needle", "vllm", "decode", "prefill", "engine", "demo")

@@ -1,4 +1,4 @@
-"""The models of 2026-11-vllm.md: shapes, weights, and what vLLM 0.26 lacks for them."""
+"""The models: shapes, weights, and what vLLM 0.26 lacks for them."""
 
 import os
 import sys
@@ -14,6 +14,11 @@ SHAPE = {
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
+    "llama": SHAPE | {  # Llama-3.1-8B's, but for the vocabulary
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "tie_word_embeddings": False,
+        "max_position_embeddings": 1 << 18, "rope_parameters": ROPE,
+    },
     "gemma3": SHAPE | {  # half of Gemma-3-12B's layers: of 6, one is full and 5 have a window
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360,
         "num_hidden_layers": 24, "num_key_value_heads": 8, "sliding_window": 1024, "query_pre_attn_scalar": 256,
@@ -28,6 +33,7 @@ MODELS = {
         "rope_parameters": ROPE | {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
 }  # fmt: skip
+NAMES = {"llama": "Llama-3.1-8B", "gemma3": "Gemma 3 12B, half of its layers", "qwen3.5": "Qwen3.5 9B, half of its layers"}
 SMALL = {
     "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "num_hidden_layers": 6,
@@ -54,7 +60,7 @@ def prepare(model, cache):
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
-    if cache in ("ours", "triton39"):
+    if cache == "ours":
         with_states()
     if model != "qwen3.5":
         return

@@ -1,15 +1,16 @@
-"""Steps and prompts of models that have other layers beside full attention, in vLLM 0.26 on a GPU: 2026-11-vllm.md.
+"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models' shapes.
 
-    python docs/lab/engines/run.py FOLDER [SECONDS] [MODEL:CACHE ...]      # starts engines side by side, and lets one measure at a time
-    python docs/lab/engines/run.py FOLDER engine MODEL:CACHE               # one engine
-    python docs/lab/engines/run.py FOLDER table                            # what it found, as tables
-    TINY=1 python docs/lab/engines/run.py ...                              # tiny layers, also on a CPU: whether all of it runs
+    python -m benchmarks.engines FOLDER [SECONDS] [MODEL:CACHE ...]    starts engines side by side, and lets one measure at a time
+    python -m benchmarks.engines FOLDER save                           writes what it found to results/<device>/vllm.json
+    TINY=1 python -m benchmarks.engines ...                            tiny layers, also on a CPU: whether all of it runs
 
-A row goes to FOLDER/rows.jsonl the moment it exists, logs to FOLDER/MODEL-CACHE.log. Weights are random and equal for all caches. Each
-engine first compares log-probabilities of prompts and of eight greedy tokens with those of `bf16`, which has the first turn.
-
-`triton39` is fp8attn with the Triton of the folder FP8ATTN_TRITON before the installed one.
+It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. MODEL is of `models.MODELS`,
+CACHE is `bf16`, `fp8` or `ours`. A row goes to FOLDER/rows.jsonl the moment it exists, logs to FOLDER/MODEL-CACHE.log. Weights are random,
+and equal for all caches. Each engine first compares log-probabilities of prompts and of eight greedy tokens with those of `bf16`, which has
+the first turn. Times are those of `LLM.generate` and of the engine's steps, with all that vLLM does around attention.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -21,10 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from models import MODELS, TINY
+from evidence import results
+
+from .models import MODELS, TINY
 
 ORDER = [f"{model}:{cache}" for model in MODELS for cache in ("bf16", "ours", "fp8")]
-TURN = 300 if TINY else 75  # seconds
+TURN = 300 if TINY else 150  # seconds
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -39,15 +42,15 @@ def main(out, seconds="390", *names):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
-    waves = [names] if memory() > 100 else [[n for n in names if n.startswith(model)] for model in MODELS]
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{plugin}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, __file__, str(out)]
-    ahead = [] if TINY else [start([*command, "compile"], env, out / "compile.log")]
+    command = [sys.executable, "-m", "benchmarks.engines", str(out)]
+    models = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    waves = [names] if memory() > 100 else [[n for n in names if n.startswith(model)] for model in models]
+    ahead = [] if TINY else [start([*command, "compile", *models], env, out / "compile.log")]
     for number, wave in enumerate(waves):
         running = {}
         for name in wave:
-            own = {"PYTHONPATH": f"{os.environ['FP8ATTN_TRITON']}:{env['PYTHONPATH']}"} if name.endswith("triton39") else {}
-            own |= {"FP8ATTN_VLLM_CPU": str(int(":ours" in name)), "VLLM_CACHE_ROOT": str(plugin / plain(name))}
+            own = {"FP8ATTN_VLLM_CPU": str(int(":ours" in name)), "VLLM_CACHE_ROOT": str(plugin / plain(name))}
             running[name] = start([*command, "engine", name], env | own, out / f"{plain(name)}.log")
         end = begun + seconds * (number + 1) / len(waves)
         take_turns(running, out, patience=time.time() + 0.6 * (end - time.time()), end=end)
@@ -117,8 +120,8 @@ def mark(out, name, kind):
     return out / f".{kind}-{plain(name)}"
 
 
-def compile_ahead(out):
-    """The kernels of both models, beside the start of the engines, which wait for this lock."""
+def compile_ahead(out, models):
+    """The kernels of these models, beside the start of the engines, which wait for this lock."""
     import torch
     import triton
     from filelock import FileLock
@@ -127,7 +130,8 @@ def compile_ahead(out):
 
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for model, attention in (("gemma3", ("window",)), ("qwen3.5", ())):
+    for model in models:
+        attention = ("window",) if model == "gemma3" else ()
         begun, shape = time.time(), MODELS[model]
         with FileLock(folder / "fp8attn.lock"):
             kernels = warmup(
@@ -138,7 +142,7 @@ def compile_ahead(out):
 
 
 def one_engine(out, name):
-    from one import engine
+    from .engine import engine
 
     model, cache = name.split(":")
 
@@ -151,19 +155,30 @@ def one_engine(out, name):
     engine(model, cache, out, lambda row: write(out, name, row), turn)
 
 
-def table(out):
-    """Prints, by model, ms of each cache, in brackets of attention's kernels, and how many times ours the others take."""
+IMPLS = {"bf16": "vllm-bf16", "fp8": "vllm-fp8", "ours": "fp8attn"}
+KEPT = ("ms", "attention_ms", "kernels_ms", "steps", "nats_from_bf16", "tokens_equal")  # of a row
+
+
+def save(out, folder=None):
+    """Write the rows of engines whose answers were right to `results/<device>/vllm.json`, or into another folder of results."""
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    for model in MODELS:
-        print(f"\n**{model}**\n\n| case | BF16 | vLLM's FP8 | fp8attn | BF16 / fp8attn | FP8 / fp8attn |\n|---|---|---|---|---|---|")
-        found = {(row["case"], row["cache"]): row for row in rows if row["model"] == model and "ms" in row}
-        for case in dict.fromkeys(case for case, _ in found):
-            of = [found.get((case, cache)) for cache in ("bf16", "fp8", "ours")]
-            times = [f"{row['ms']:.2f} ({row['attention_ms']:.2f})" if row else "" for row in of]
-            ratios = [f"{row['ms'] / of[2]['ms']:.2f}" if row and of[2] else "" for row in of[:2]]
-            print("| " + " | ".join([case, *times, *ratios]) + " |")
+    checks = [row for row in rows if row["case"] == "check" and "error" not in row]
+    made = [
+        {"case": f"{row['model']}-{row['case']}", "impl": IMPLS[row["cache"]], **{key: row[key] for key in KEPT if key in row}}
+        for row in rows
+        if "ms" in row or row in checks
+    ]
+    [(device, commit, versions)] = {(row["device"], row["commit"], tuple(row["versions"].items())) for row in checks}
+    versions = dict(versions)
+    head = results.header({"vllm": f"vllm {versions['vllm']}"}) | {
+        "device": device, "commit": commit, "torch": versions["torch"], "triton": versions["triton"],
+        "command": "python -m benchmarks.engines FOLDER",
+    }  # fmt: skip
+    path = (folder or results.RESULTS) / results.slug(device) / "vllm.json"
+    results.write(path, head, made)
+    print(f"{len(made)} rows in {path}")
     for row in rows:
-        if "ms" not in row:
+        if "error" in row:
             print(json.dumps(row))
 
 
@@ -171,9 +186,9 @@ if __name__ == "__main__":
     folder, *rest = sys.argv[1:]
     if rest[:1] == ["engine"]:
         one_engine(Path(folder), rest[1])
-    elif rest[:1] == ["table"]:
-        table(Path(folder))
+    elif rest[:1] == ["save"]:
+        save(Path(folder))
     elif rest[:1] == ["compile"]:
-        compile_ahead(Path(folder))
+        compile_ahead(Path(folder), rest[1:])
     else:
         main(Path(folder), *rest)

@@ -1,5 +1,6 @@
-"""One engine: whether its answers are right, then the times of prompts and steps. `run.py` starts it."""
+"""One engine: whether its answers are right, then the times of prompts and steps."""
 
+import gc
 import json
 import math
 import random
@@ -11,12 +12,15 @@ from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
-from models import MODELS, SMALL, TINY, VOCABULARY, prepare
+from evidence import results
+
+from .models import MODELS, SMALL, TINY, VOCABULARY, prepare
 
 OURS = {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"}
-CACHES = {"bf16": {}, "ours": OURS, "fp8": {"kv_cache_dtype": "fp8"}, "triton39": OURS}
+CACHES = {"bf16": {}, "ours": OURS, "fp8": {"kv_cache_dtype": "fp8"}}
 PREFILLS = {300: 2} if TINY else {2048: 7, 8192: 5, 32768: 3}  # tokens: repetitions
 DECODES = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
+LONG = {} if TINY else {"llama": 131072}  # models of a further prompt, and of a step with one sequence, of so many tokens
 LONGEST = 768 if TINY else 36864  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 STEPS, PROFILED = (12, 2) if TINY else (96, 8)
@@ -35,7 +39,9 @@ def engine(model, cache, out, write, turn):
         turn: called when the engine has started, and returns when it may measure, how many engines are still starting.
     """
     begun = time.time()
-    shape = MODELS[model] | (SMALL | {"layer_types": MODELS[model]["layer_types"][:6]} if TINY else {})
+    shape = MODELS[model]
+    if TINY:
+        shape = shape | SMALL | {key: kinds[:6] for key, kinds in shape.items() if key == "layer_types"}
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(shape))
     prepare(model, cache)
@@ -44,7 +50,9 @@ def engine(model, cache, out, write, turn):
 
     on_gpu = torch.cuda.is_available()
     options = CACHES[cache] | {"gpu_memory_utilization": 0.05}
-    options["kv_cache_memory_bytes"] = (5 if "kv_cache_dtype" in options else 8) << 30  # given, because other engines use the memory, too
+    long = LONG.get(model, 0)
+    bytes_16 = (19 if long else 8) << 30  # of K and V; given, because other engines use the memory, too
+    options["kv_cache_memory_bytes"] = bytes_16 * 5 // 8 if "kv_cache_dtype" in options else bytes_16
     if on_gpu:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -53,7 +61,7 @@ def engine(model, cache, out, write, turn):
         options = {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in CACHES[cache] else {}  # the plugin replaces the CPU's backend
     llm = LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16, max_num_batched_tokens=CHUNK,
-        max_model_len=LONGEST, enable_prefix_caching=False, enforce_eager=not on_gpu,
+        max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=False, enforce_eager=not on_gpu,
         compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {}, mamba_ssm_cache_dtype="float32",
         additional_config={"gdn_prefill_backend": "triton"}, **options,  # not FlashInfer's kernel, which the machine lacks
     )  # fmt: skip
@@ -63,12 +71,15 @@ def engine(model, cache, out, write, turn):
     facts = {"block": cache_config.block_size, "blocks": cache_config.num_gpu_blocks, "started_s": started, "others_starting": others}
     facts["versions"] = {name: version(name) for name in ("vllm", "torch", "triton")}
     facts["device"] = torch.cuda.get_device_name() if on_gpu else "CPU"
+    facts["commit"] = results.commit()
     facts["runner"] = "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
     write({"case": "check"} | facts | check(llm, model, cache, out, write))
-    for length, times in PREFILLS.items():
-        write({"case": f"prefill-{length}"} | guarded(prefill, llm, length, times))
-    for batch, length in DECODES:
-        write({"case": f"decode-{batch}x{length}"} | guarded(decode, llm, batch, length))
+    gc.collect()
+    gc.freeze()  # what the engine has made is not searched while something is timed
+    for length, times in (PREFILLS | ({long: 1} if long else {})).items():
+        write({"case": f"prefill-S{length}"} | guarded(prefill, llm, length, times))
+    for batch, length in (*DECODES, *([(1, long)] if long else [])):
+        write({"case": f"decode-B{batch}-S{length}"} | guarded(decode, llm, batch, length))
 
 
 def prompt(length, seed=0):
