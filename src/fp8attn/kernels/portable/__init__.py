@@ -89,10 +89,12 @@ def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> Portab
         return PortableConfig(128, 64, 1, 8, 1, shares=2, parts=2, scratch=True)
     if head_dim > 256:  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
         tile = 64 if shared_memory >= 90_000 else 32
-        return PortableConfig(16, tile, 1, 8, 2) if rows <= 16 else PortableConfig(32, tile, 1, 8, 1 if tile == 64 else 2)
+        if rows <= 16:
+            return PortableConfig(16, tile, 1, 8, 3 if shared_memory >= 200_000 else 2)
+        return PortableConfig(32, tile, 1, 8, 1 if tile == 64 else 2)
     if shared_memory >= 200_000:
         if rows <= 16:
-            return PortableConfig(16, 128, 4, 4, 2 if wide else 3)
+            return PortableConfig(16, 64, 1, 4, 4) if wide else PortableConfig(16, 128, 4, 4, 3)
         if rows <= 64:
             return PortableConfig(64, 64, 1, 8 if wide else 4, 2)
         return PortableConfig(128, 64, 1, 8, 2)
