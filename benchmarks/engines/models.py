@@ -48,8 +48,9 @@ def fill(model):
         for name, weight in module.named_parameters(recurse=False):
             if name in ("A_log", "dt_bias"):
                 weight.data.zero_()
-            elif weight.dim() == 1:  # norms: of RMSNormGated, or 1 + weight; the last one makes logits of a deviation of 4
-                weight.data.fill_(1 if "Gated" in type(module).__name__ else 3 * path.endswith("model.norm"))
+            elif weight.dim() == 1:  # norms, of some of which it is 1 + weight; the last one makes logits of a deviation of 4
+                plain = "Gated" in type(module).__name__ or type(module).__name__ == "RMSNorm"
+                weight.data.fill_(plain + 3 * path.endswith("model.norm"))
             elif weight.numel() > 1:
                 draw = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{path}.{name}".encode()))
                 weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
