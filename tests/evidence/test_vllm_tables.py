@@ -1,10 +1,10 @@
-"""The tables of vLLM's engines are made of the rows that `benchmarks.engines` keeps."""
+"""The tables of vLLM's engines are made of the rows that `benchmarks.vllm` keeps."""
 
 import json
 
-from benchmarks.engines import __main__ as engines
+from benchmarks.vllm import __main__ as command
 from evidence import rows as reading
-from evidence.tables.engines import label, vllm_times
+from evidence.tables.vllm import label, vllm_times
 
 
 def test_rows_of_engines_become_tables(monkeypatch, tmp_path):
@@ -19,7 +19,7 @@ def test_rows_of_engines_become_tables(monkeypatch, tmp_path):
     ]
     found.append({"model": "gemma3", "cache": "fp8", "case": "engine", "error": "no time left"})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
-    engines.save(tmp_path, tmp_path)
+    command.save(tmp_path, tmp_path)
     held = json.loads((tmp_path / "h200/vllm.json").read_text())
     assert (held["commit"], held["triton"], held["peers"]) == ("abc", "3.6.0", {"vllm": "vllm 0.26.0"})
     assert len(held["rows"]) == 12 and not any("error" in row for row in held["rows"])

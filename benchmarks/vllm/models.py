@@ -82,7 +82,7 @@ def prepare(model, cache):
     def tune_alone(self, *args):
         if not self._prefill_kernels_warmed_up:
             few_configs()
-            with FileLock(Path(tempfile.gettempdir()) / "engines-tune.lock"):
+            with FileLock(Path(tempfile.gettempdir()) / "fp8attn-vllm-tune.lock"):
                 tune(self, *args)
 
     QwenGatedDeltaNetAttention._warmup_prefill_kernels = tune_alone

@@ -1,8 +1,8 @@
 """Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models' shapes.
 
-    python -m benchmarks.engines FOLDER [SECONDS] [MODEL:CACHE ...]    starts engines side by side, and lets one measure at a time
-    python -m benchmarks.engines FOLDER save                           writes what it found to results/<device>/vllm.json
-    TINY=1 python -m benchmarks.engines ...                            tiny layers, also on a CPU: whether all of it runs
+    python -m benchmarks.vllm FOLDER [SECONDS] [MODEL:CACHE ...]    starts engines side by side, and lets one measure at a time
+    python -m benchmarks.vllm FOLDER save                           writes what it found to results/<device>/vllm.json
+    TINY=1 python -m benchmarks.vllm ...                            tiny layers, also on a CPU: whether all of it runs
 
 It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. MODEL is of `models.MODELS`,
 CACHE is `bf16`, `fp8` or `ours`. A row goes to FOLDER/rows.jsonl the moment it exists, logs to FOLDER/MODEL-CACHE.log. Weights are random,
@@ -43,7 +43,7 @@ def main(out, seconds="390", *names):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
     env = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{plugin}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-m", "benchmarks.engines", str(out)]
+    command = [sys.executable, "-m", "benchmarks.vllm", str(out)]
     models = list(dict.fromkeys(name.partition(":")[0] for name in names))
     waves = [names] if memory() > 100 else [[n for n in names if n.startswith(model)] for model in models]
     ahead = [] if TINY else [start([*command, "compile", *models], env, out / "compile.log")]
@@ -172,7 +172,7 @@ def save(out, folder=None):
     versions = dict(versions)
     head = results.header({"vllm": f"vllm {versions['vllm']}"}) | {
         "device": device, "commit": commit, "torch": versions["torch"], "triton": versions["triton"],
-        "command": "python -m benchmarks.engines FOLDER",
+        "command": "python -m benchmarks.vllm FOLDER",
     }  # fmt: skip
     path = (folder or results.RESULTS) / results.slug(device) / "vllm.json"
     results.write(path, head, made)
