@@ -236,8 +236,8 @@ def portable_kernel(
     # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
     nothing = denom == 0.0
     lse = tl.where(nothing, HIDDEN, tl.log2(denom) + (m - WEIGHT_BITS))
-    factor = v_unit / tl.where(nothing, 1.0, denom)
-    share = factor
+    inverse = v_unit / tl.where(nothing, 1.0, denom)
+    share = inverse  # of its type; parts have no share
     if OPTIONS.split:
         tl.store(lse_ptr + offset, lse, mask=real)
         tl.store(lse_ptr + offset + num_splits.to(tl.int64) * num_rows, mean_score, mask=real)
@@ -248,7 +248,7 @@ def portable_kernel(
     CHANNELS: tl.constexpr = OPTIONS.channels // PARTS
     for part in tl.static_range(PARTS):
         channel = first_channel + part * CHANNELS + tl.arange(0, CHANNELS)
-        out = acc[part] * factor[:, None]
+        out = acc[part] * inverse[:, None]
         if v_mean_ptr is not None:
             out += tl.load(v_mean_ptr + kv_head * D + channel, mask=channel < D, other=0.0)[None, :]
         out = tl.where(nothing[:, None], 0.0, out)
