@@ -43,7 +43,8 @@ def title(name: str, impl: str) -> str:
 
 def words(name: str, case: str) -> str:
     if name == "vllm":
-        return label(case.removeprefix("llama-"))
+        model, _, timed = case.partition("-")
+        return label(timed) if model == "llama" else f"{label(timed)}, {model}"
     return PREFILL.get(case) or case.replace("-S", " ").replace("-", " ")
 
 
