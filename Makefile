@@ -72,6 +72,7 @@ peers:
 gpu:
 	$(PYTHON) -m benchmarks.set 1
 	$(PYTHON) -m benchmarks.set 2
+	$(PYTHON) -m benchmarks.set 3
 	$(PYTHON) -m evidence.pictures
 
 .venv/.python:

@@ -1,13 +1,15 @@
-"""Measures the whole set of results on one GPU, in two calls of at most ten minutes each.
+"""Measures the whole set of results, in three calls of at most ten minutes each.
 
-    python -m benchmarks.set 1             # the timed benchmarks
-    python -m benchmarks.set 2             # two versions of Triton; the GPU tests, and beside them what is not timed
+    python -m benchmarks.set 1             # kernels and calls, timed
+    python -m benchmarks.set 2             # two versions of Triton, and shapes of video models, timed; the accuracy of kernels
+    python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
     python -m benchmarks.set 1 --plan      # prints what a call measures, with the expected seconds
     python -m benchmarks.set 1 --only sdpa engine
 
 Every benchmark writes its file `results/<device>/NAME.json` when it has measured all its cases. One that fails, or for which no time is
 left, writes none: the file that was there stays, the end of the output says so, and the exit status is 1. With OUT set, the files that were
-written are also packed into `$OUT/set1.tar` (or `set2.tar`) after each benchmark; `tar -xf set1.tar` in the repository puts them in place.
+written are also packed into `$OUT/set1.tar` (`set2.tar`, `set3.tar`) after each benchmark; `tar -xf set1.tar` in the repository puts them in place.
+On a machine with two GPUs, call 3 can run on the second one beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own).
 A call needs the commit: from git, or from FP8ATTN_COMMIT.
 """
 
@@ -50,13 +52,14 @@ class Entry(NamedTuple):
     timed: bool = True
 
 
-COMPILING = {1: 90, 2: 30}  # expected seconds of `compile_ahead`
+COMPILING = {1: 90, 2: 30, 3: 0}  # expected seconds of `compile_ahead`
 SET = {
     1: (
         Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40), Entry("overhead", 30),
         Entry("accumulation", 5), Entry("first_token", 85),
     ),
-    2: (Entry("triton", 130), Entry(TESTS, 320, False), Entry("accuracy", 80, False), Entry("real_model", 150, False)),
+    2: (Entry("triton", 130), Entry("video", 120), Entry("accuracy", 80, False)),
+    3: (Entry(TESTS, 320, False), Entry("real_model", 150, False), Entry("needle", 360, False)),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.vllm.models import NAMES
+from benchmarks.vllm_models import NAMES
 
 from ..rows import latest, over
 from .writing import block, number, table, tokens, value

@@ -56,12 +56,12 @@ def fill(model):
                 weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
 
 
-def prepare(model, cache):
+def prepare(model, impl):
     """What vLLM 0.26 lacks: weights that make answers, a class for Qwen3.5 without pictures, and states as large as blocks of pages."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
-    if cache == "ours":
+    if impl == "fp8attn":
         with_states()
     if model != "qwen3.5":
         return

@@ -1,0 +1,186 @@
+"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models' shapes.
+
+It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. Weights are random, and
+equal for all caches. The three engines of a shape, each in a process of its own, start side by side and stay until a case of another shape
+comes; their logs are in $OUT, or in the folder for temporary files. They measure in turns, prompt by prompt, and some steps each.
+
+- `MODEL-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are from those of BF16.
+- `MODEL-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
+- `MODEL-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
+
+Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels (`kernels_ms`), of those of
+attention (`attention_ms`), and from the beginning of the first to the end of the last (`span_ms`).
+
+TINY=1 measures tiny layers, also on a CPU: whether all of it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from . import vllm_engine
+from .beside import Beside
+from .measure import left_out
+from .vllm_models import MODELS, TINY
+
+PROCESSES = True
+IMPLS = ("vllm-bf16", "fp8attn", "vllm-fp8")
+PROMPTS = {300: 2} if TINY else {2048: 8, 8192: 6, 32768: 3}  # tokens: repetitions
+STEPS = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
+LONG = {} if TINY else {"llama": 131072}  # tokens of a further prompt, and of a step with one sequence
+LARGE_GIB = 100  # of a GPU's memory, where three caches of all cases have room
+MOST_TOKENS = 65536  # of a case on other GPUs, if the model is one of `LONG`
+TURNS, TURN = (2, 3) if TINY else (6, 16)  # of steps, and steps of a turn; the first one of each turn is not timed
+SECONDS = 300  # for an answer of an engine
+TOO_FAR = 1.0  # nats from BF16; two unrelated models are about 4 apart
+
+
+def _cases() -> Iterator[str]:
+    for model in MODELS:
+        long = LONG.get(model)
+        yield f"{model}-check"
+        yield from (f"{model}-prefill-S{length}" for length in (*PROMPTS, *([long] if long else [])))
+        yield from (f"{model}-decode-B{batch}-S{length}" for batch, length in (*STEPS, *([(1, long)] if long else [])))
+
+
+CASES = tuple(_cases())
+
+
+def measure(case: str) -> Iterator[dict]:
+    model, kind, *sizes = case.split("-")
+    numbers = [int(size[1:]) for size in sizes]
+    if model in LONG and math.prod(numbers) > MOST_TOKENS and not _is_large():
+        left_out(case, f"it needs a GPU with {LARGE_GIB} GiB")
+        return
+    engines = Engines.of(model)
+    if kind == "check":
+        yield from ({"case": case, **row} for row in engines.checks)
+        return
+    times = engines.prompts(*numbers) if kind == "prefill" else engines.steps(*numbers)
+    for impl, milliseconds in times.items():
+        ms = round(statistics.median(milliseconds), 4)
+        yield {"case": case, "impl": impl, "ms": ms, "all_ms": [round(one, 3) for one in milliseconds], **engines.profiles[impl]}
+
+
+def releases() -> dict[str, str]:
+    """What runs the engines."""
+    return {"vllm": f"vllm {version('vllm')}"}
+
+
+def end() -> None:
+    Engines.end()
+
+
+def _is_large() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE_GIB << 30
+
+
+class Engines:
+    """The engines of a model's shape, by implementation.
+
+    Attributes:
+        checks: how far each is from BF16.
+        profiles: of the kernels of what was measured last.
+    """
+
+    running: Engines | None = None
+
+    def __init__(self, model: str) -> None:
+        self.model, self.profiles = model, {}
+        self.folder = tempfile.TemporaryDirectory()  # where vLLM finds the plugin of this checkout, and keeps what it compiles
+        info = Path(self.folder.name) / "fp8attn-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
+        self.processes = {impl: Beside(vllm_engine.serve, SECONDS) for impl in IMPLS}
+        kernels = Beside(vllm_engine.compile_kernels, SECONDS)
+        long = LONG.get(model, 0) if _is_large() else 0
+        with ThreadPoolExecutor() as pool:
+            ahead = None if TINY else pool.submit(kernels, model)
+            list(pool.map(lambda impl: self.ask(impl, "start", model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
+            if ahead is not None:
+                ahead.result()
+        kernels.end()
+        self.checks = list(self._checked())
+
+    @classmethod
+    def of(cls, model: str) -> Engines:
+        """The running engines, if they are of this model; otherwise new ones, in the memory of those that ran."""
+        if cls.running is None or cls.running.model != model:
+            cls.end()
+            cls.running = cls(model)
+        return cls.running
+
+    @classmethod
+    def end(cls) -> None:
+        if cls.running is not None:
+            for process in cls.running.processes.values():
+                process.end()
+            cls.running.folder.cleanup()
+            cls.running = None
+
+    def log(self, impl: str) -> Path:
+        return Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{self.model}-{impl}.log"
+
+    def ask(self, impl: str, request: str, *arguments: Any) -> Any:
+        """An engine's answer.
+
+        Raises:
+            RuntimeError: it ended, or took too long.
+        """
+        answer = self.processes[impl](request, *arguments)
+        if answer is None:
+            raise RuntimeError(f"{self.model} {impl} gave no answer to {request} within {SECONDS} s, or ended: {self.log(impl)} says why")
+        return answer
+
+    def _checked(self) -> Iterator[dict]:
+        """The distances from BF16.
+
+        Raises:
+            RuntimeError: one is too far, or none: then K and V do not matter.
+        """
+        found = {impl: self.ask(impl, "check") for impl in IMPLS}
+        exact, tokens = found["vllm-bf16"]
+        for impl, (logprobs, greedy) in found.items():
+            nats = statistics.fmean(abs(x - y) for x, y in zip(logprobs, exact, strict=True))
+            if not nats < TOO_FAR or (nats == 0) != (impl == "vllm-bf16"):
+                raise RuntimeError(f"{self.model} {impl} is {nats} nats from BF16: wrong answers are not timed")
+            equal = sum(x == y for x, y in zip(greedy, tokens, strict=True))
+            yield {"impl": impl, "nats_from_bf16": round(nats, 4), "tokens_equal": f"{equal} of {len(tokens)}"}
+
+    def turns(self, count: int, request: str, *arguments: Any) -> dict[str, list]:
+        """The answers of all engines in `count` turns, each in another order."""
+        found: dict[str, list] = {impl: [] for impl in IMPLS}
+        for turn in range(count):
+            for impl in random.sample(IMPLS, len(IMPLS)):
+                found[impl].append(self.ask(impl, request, *arguments, turn))
+        return found
+
+    def prompts(self, length: int) -> dict[str, list[float]]:
+        """Milliseconds of prompts to their first tokens."""
+        if length in PROMPTS:
+            self.turns(1, "prompt", length)  # it may compile
+        times = self.turns(PROMPTS.get(length, 2), "prompt", length)
+        self.profiles = {impl: self.ask(impl, "profile", "prompt", length, 0) for impl in IMPLS}
+        return times
+
+    def steps(self, batch: int, length: int) -> dict[str, list[float]]:
+        """Milliseconds of steps. All engines keep their sequences while the others make steps."""
+        for impl in IMPLS:
+            self.ask(impl, "begin", batch, length, (TURNS + 3) * TURN)
+        times = self.turns(TURNS, "steps", batch, TURN)
+        self.profiles = {impl: self.ask(impl, "profile", "steps", batch, TURN, 0) for impl in IMPLS}
+        for impl in IMPLS:
+            self.ask(impl, "finish")
+        return {impl: [ms for turn in found for ms in turn] for impl, found in times.items()}

@@ -1,0 +1,197 @@
+"""An engine of `vllm`, in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from .vllm_models import MODELS, SMALL, TINY, VOCABULARY, prepare
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1",
+}  # fmt: skip
+OPTIONS = {
+    "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"}, "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"}
+}  # fmt: skip
+LONGEST = 768 if TINY else 36864  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
+CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
+COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
+OUR_KERNELS = r"_?(decode|prefill|combine|page|step|rows|scales|statistics|portable)_kernel\b"
+ATTENTION = OUR_KERNELS + r"|.*(flash|fmha|reshape_and_cache|varlen_num_blocks)"
+
+_llm: Any = None  # of this process
+
+
+def serve(request: str, *arguments: Any) -> Any:
+    """Answer a request of `vllm.Engines`: the name of a function of `ANSWERS`, and its arguments."""
+    return ANSWERS[request](*arguments)
+
+
+def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
+    """Start the engine. Returns the seconds that it took.
+
+    Args:
+        folder: of the plugin.
+        log: the file for all that the engine prints.
+        long: tokens of the longest prompt, if it is longer than `LONGEST`.
+    """
+    global _llm
+    begun = time.perf_counter()
+    with open(log, "wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    path = f"{folder}:{os.environ.get('PYTHONPATH', '')}"  # also of the processes that vLLM starts
+    own = {"FP8ATTN_VLLM_CPU": str(int(impl == "fp8attn")), "VLLM_CACHE_ROOT": f"{folder}/{impl}", "PYTHONPATH": path}
+    os.environ.update(ENVIRONMENT | own)
+    sys.path.insert(0, folder)
+    shape = MODELS[model]
+    if TINY:
+        shape = shape | SMALL | {key: kinds[:6] for key, kinds in shape.items() if key == "layer_types"}
+    config = Path(tempfile.mkdtemp(dir=folder))
+    (config / "config.json").write_text(json.dumps(shape))
+    prepare(model, impl)
+    import torch
+    from vllm import LLM
+
+    on_gpu = torch.cuda.is_available()
+    bytes_16 = (19 if long else 10) << 30  # of K and V; given, because other engines use the memory, too
+    options = OPTIONS[impl] | {"gpu_memory_utilization": 0.05}
+    options["kv_cache_memory_bytes"] = bytes_16 * 5 // 8 if "kv_cache_dtype" in options else bytes_16
+    if on_gpu:
+        from triton.backends.nvidia.compiler import get_ptxas_version
+
+        get_ptxas_version(90)  # kept for the keys of all kernels: torch.compile sets another ptxas, and `compile_kernels` has this one
+    else:
+        options = {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in options else {}  # the plugin replaces the CPU's backend
+    _llm = LLM(
+        str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16, max_num_batched_tokens=CHUNK,
+        max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=False, enforce_eager=not on_gpu,
+        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {}, mamba_ssm_cache_dtype="float32",
+        additional_config={"gdn_prefill_backend": "triton"}, **options,  # not FlashInfer's kernel, which the machine may lack
+    )  # fmt: skip
+    gc.collect()
+    gc.freeze()  # what the engine has made is not searched while something is timed
+    return time.perf_counter() - begun
+
+
+def compile_kernels(model: str) -> int:
+    """Compile our kernels of a model, beside the start of the engines, which wait for this lock. Returns their number."""
+    import torch
+    import triton
+    from filelock import FileLock
+
+    from fp8attn import warmup
+
+    folder = Path(triton.knobs.cache.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = MODELS[model]
+    with FileLock(folder / "fp8attn.lock"):
+        return len(
+            warmup(
+                num_q_heads=shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"], head_dim=shape["head_dim"],
+                dtype=torch.bfloat16, attention=("window",) if "sliding_window" in shape else (), advance=False,
+            )
+        )  # fmt: skip
+
+
+def check() -> tuple[list[float], list[int]]:
+    """Log-probabilities of prompts and of eight greedy tokens, and these tokens."""
+    logprobs, tokens = [], []
+    asked = [prompt(length, 0) for length in COMPARED]
+    for found in _llm.generate(asked, sampling(8, prompt_logprobs=0, logprobs=0), use_tqdm=False):
+        answer = found.outputs[0]
+        made, steps = [*found.prompt_token_ids[1:], *answer.token_ids], [*found.prompt_logprobs[1:], *answer.logprobs]
+        logprobs += [step[token].logprob for token, step in zip(made, steps, strict=True)]
+        tokens += answer.token_ids
+    assert all(map(math.isfinite, logprobs)), "log-probabilities are not finite"
+    print(f"the deviation of log-probabilities is {statistics.pstdev(logprobs):.3f}", flush=True)
+    return logprobs, tokens
+
+
+def prompt(length: int, seed: int) -> dict:
+    draw = random.Random(f"{seed}-{length}")
+    return {"prompt_token_ids": [draw.randrange(2, VOCABULARY) for _ in range(length)]}
+
+
+def sampling(tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+
+
+def timed_prompt(length: int, turn: int) -> float:
+    """Milliseconds of a prompt to its first token."""
+    asked, wanted = [prompt(length, turn)], sampling(1)
+    begun = time.perf_counter()
+    _llm.generate(asked, wanted, use_tqdm=False)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def begin(batch: int, length: int, tokens: int) -> bool:
+    """Take prompts, until each makes tokens. The first have made some by then; a sequence ends after `tokens`."""
+    for seq in range(batch):
+        _llm.llm_engine.add_request(f"{batch}-{length}-{seq}", prompt(length, seq), sampling(tokens))
+    _step(batch)
+    return True
+
+
+def _step(batch: int) -> float:
+    """When the next step is over in which every sequence makes a token."""
+    while len(_llm.llm_engine.step()) < batch:
+        pass
+    return time.perf_counter()
+
+
+def timed_steps(batch: int, count: int, turn: int) -> list[float]:
+    """Milliseconds of steps, but for the first of a turn, before which the engine waited."""
+    return [1e3 * (after - before) for before, after in pairwise([_step(batch) for _ in range(count)])]
+
+
+def finish() -> bool:
+    while _llm.llm_engine.has_unfinished_requests():
+        _llm.llm_engine.step()
+    return True
+
+
+def profile(request: str, *arguments: Any) -> dict[str, float]:
+    """Milliseconds of kernels in a request, or in a step of it, by torch's profiler. Without a GPU it is empty."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    if not torch.cuda.is_available():
+        serve(request, *arguments)
+        return {}
+    with profiled(activities=[ProfilerActivity.CUDA]) as found:
+        answer = serve(request, *arguments)
+        torch.cuda.synchronize()
+    calls = len(answer) + 1 if isinstance(answer, list) else 1
+    events = [event for event in found.events() if not event.name.startswith(("Memcpy", "Memset", "gpu_")) and event.device_time > 0]
+    kernels = {}
+    for event in events:
+        kernels[event.name] = kernels.get(event.name, 0) + event.device_time / 1e3 / calls
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:14]
+    print({name[:90]: round(ms, 4) for name, ms in longest}, flush=True)
+    span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+    return {
+        "kernels_ms": round(sum(kernels.values()), 4),
+        "attention_ms": round(sum(ms for name, ms in kernels.items() if re.match(ATTENTION, name)), 4),
+        "span_ms": round(span / 1e3 / calls, 4),
+    }
+
+
+ANSWERS = {
+    "start": start, "check": check, "prompt": timed_prompt, "begin": begin, "steps": timed_steps, "finish": finish, "profile": profile
+}  # fmt: skip

@@ -1,0 +1,100 @@
+"""The benchmark of vLLM's engines, with engines that answer at once. The tables are made of what it keeps."""
+
+import pytest
+
+from benchmarks import run, vllm
+from benchmarks.vllm_models import MODELS
+from evidence import results
+from evidence import rows as reading
+from evidence.tables.vllm import label, vllm_times
+
+MS = {"vllm-bf16": 9.0, "vllm-fp8": 8.0, "fp8attn": 6.0}
+
+
+class Engine:
+    """Answers as a process of `vllm_engine.serve`, whose first request names its implementation."""
+
+    asked: list = []  # of all engines
+    nats = {"vllm-bf16": 0.0, "vllm-fp8": 0.2, "fp8attn": 0.1}
+
+    def __init__(self, function, seconds):
+        self.impl = None
+
+    def __call__(self, request, *arguments):
+        if request == "start":
+            self.impl = arguments[1]
+        self.asked.append((self.impl, request, *arguments))
+        ms = MS.get(self.impl)
+        answers = {
+            "check": ([-1.0 - self.nats.get(self.impl, 0)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms, "steps": [ms] * 15,
+            "profile": {"attention_ms": 1.0},
+        }  # fmt: skip
+        return answers.get(request, True)
+
+    def end(self):
+        self.asked.append((self.impl, "end"))
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch):
+    monkeypatch.setattr(vllm, "Beside", Engine)
+    monkeypatch.setattr(vllm, "_is_large", lambda: True)
+    monkeypatch.setattr(vllm, "releases", lambda: {"vllm": "vllm 0.26.0"})
+    monkeypatch.setattr(Engine, "asked", [])
+    yield Engine
+    vllm.end()
+
+
+def test_engines_take_turns_and_stay_until_another_model_comes(engines):
+    [*_] = vllm.measure("llama-prefill-S8192")
+    [*rows] = vllm.measure("llama-decode-B8-S8192")
+    assert [(row["impl"], row["ms"], len(row["all_ms"]), row["attention_ms"]) for row in rows] == [
+        (impl, MS[impl], 15 * vllm.TURNS, 1.0) for impl in vllm.IMPLS
+    ]
+    assert sum(asked[1] == "start" for asked in engines.asked) == 3
+    turns = [asked[0] for asked in engines.asked if asked[1] == "steps"]
+    assert all({*turns[i : i + 3]} == {*MS} for i in range(0, len(turns), 3)) and len(turns) == 3 * vllm.TURNS
+    begun = [asked for asked in engines.asked if asked[1] == "begin"]
+    assert {asked[2:] for asked in begun} == {(8, 8192, (vllm.TURNS + 3) * vllm.TURN)}
+    [*_] = vllm.measure("gemma3-check")
+    assert sum(asked[1] == "end" for asked in engines.asked) == 3 + 2  # and the processes that compiled
+    assert {asked[2] for asked in engines.asked if asked[1] == "start"} == {"llama", "gemma3"}
+
+
+def test_wrong_answers_are_not_timed(engines, monkeypatch):
+    for nats, said in ((1.5, "is 1.5 nats from BF16"), (float("nan"), "is nan nats"), (0.0, "is 0.0 nats")):
+        monkeypatch.setattr(engines, "nats", engines.nats | {"fp8attn": nats})
+        with pytest.raises(RuntimeError, match=f"llama fp8attn {said}"):
+            [*_] = vllm.measure("llama-decode-B8-S8192")
+    assert not any(asked[1] in ("begin", "prompt") for asked in engines.asked)
+
+
+def test_an_engine_that_ends_is_named(engines, monkeypatch):
+    monkeypatch.setattr(engines, "__call__", lambda self, *_: None)
+    with pytest.raises(RuntimeError, match=r"gave no answer to start within 300 s, or ended: .*vllm-llama-vllm-bf16.log says why"):
+        [*_] = vllm.measure("llama-check")
+
+
+def test_long_cases_need_a_large_gpu(engines, monkeypatch, capsys):
+    monkeypatch.setattr(vllm, "_is_large", lambda: False)
+    assert [*vllm.measure("llama-prefill-S131072")] == [*vllm.measure("llama-decode-B4-S32768")] == []
+    assert "llama-decode-B4-S32768 is left out: it needs a GPU with 100 GiB" in capsys.readouterr().out and not engines.asked
+    assert len([*vllm.measure("gemma3-decode-B4-S32768")]) == 3
+
+
+def test_rows_become_tables(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(reading, "RESULTS", tmp_path)
+    assert run.benchmarks()["vllm"].startswith("Prompts and decode steps in vLLM")
+    found = run.measured("vllm", ["llama-check", "llama-prefill-S2048", "llama-decode-B16-S2048", "gemma3-decode-B8-S8192"])
+    assert found[1] == {"vllm": "vllm 0.26.0"}
+    head = results.header(found[1]) | {"device": "NVIDIA H200"}
+    results.write(tmp_path / "h200/vllm.json", head, found[0])
+    llama, gemma = vllm_times().split("\n\n")
+    assert "| first token, prompt of 2k | 9.00 | 8.00 | 6.00 | 1.50 | 1.33 |" in llama and "16 x 2k" in llama and "check" not in llama
+    assert gemma.startswith("| Gemma 3 12B, half of its layers |") and gemma.count("\n") == 2
+
+
+def test_cases_are_named_in_words():
+    assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS}
+    assert label("prefill-S131072") == "first token, prompt of 128k" and label("decode-B1-S131072") == "decode step, 1 x 128k"
