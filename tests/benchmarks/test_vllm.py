@@ -1,5 +1,7 @@
 """The benchmark of vLLM's engines, with engines that answer at once. The tables are made of what it keeps."""
 
+from typing import ClassVar
+
 import pytest
 
 from benchmarks import run, vllm
@@ -14,8 +16,8 @@ MS = {"vllm-bf16": 9.0, "vllm-fp8": 8.0, "fp8attn": 6.0}
 class Engine:
     """Answers as a process of `vllm_engine.serve`, whose first request names its implementation."""
 
-    asked: list = []  # of all engines
-    nats = {"vllm-bf16": 0.0, "vllm-fp8": 0.2, "fp8attn": 0.1}
+    asked: ClassVar[list] = []  # of all engines
+    nats: ClassVar = {"vllm-bf16": 0.0, "vllm-fp8": 0.2, "fp8attn": 0.1}
 
     def __init__(self, function, seconds):
         self.impl = None

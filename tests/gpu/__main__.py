@@ -30,8 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     args = results.parse(parser)
     outcomes, start = Outcomes(), time.time()
-    # They compile most of the time. The longest tests need 10 GB each, and H200s have 140.
-    workers = str(min(os.cpu_count() or 1, 12 * max(1, torch.cuda.device_count())))
+    # They compile most of the time. The longest tests need 10 GiB each.
+    room = sum(torch.cuda.get_device_properties(i).total_memory >> 30 for i in range(torch.cuda.device_count())) // 10
+    workers = str(max(1, min(os.cpu_count() or 1, 12 * torch.cuda.device_count(), room)))
     # A test that takes three minutes says where it is: one that waits, or compiles for minutes, shows in no other way.
     waiting = ["-o", "faulthandler_timeout=180", "--durations=8"]
     code = pytest.main(
