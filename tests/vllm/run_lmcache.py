@@ -4,11 +4,14 @@ vLLM's platform for CPUs looks at the attributes of all objects in all modules (
 LMCache imports and vLLM does not, has no dictionary of attributes, and vLLM does not start. Here it finds an empty one.
 """
 
+import os
 import sys
 
-from vllm.triton_utils import dispatcher
+from tests.vllm.run_answers import ENVIRONMENT, main
 
-from tests.vllm.run_answers import main
+os.environ |= ENVIRONMENT  # the number of threads, before torch reads it
+
+from vllm.triton_utils import dispatcher
 
 
 def attributes_of(value):

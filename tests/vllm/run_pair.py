@@ -14,10 +14,12 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-
 from tests.support.answers import PROMPTS
 from tests.vllm.run_answers import ENVIRONMENT, answers_of, ask, make_engine
+
+os.environ |= ENVIRONMENT  # the number of threads, before torch reads it
+
+import torch
 
 torch.accelerator.current_device_index = lambda: 0  # Mooncake's connector asks for it, also in vLLM's processes, which import this module
 
@@ -32,7 +34,7 @@ def main(role, options):
     options = json.loads(options)
     name, folder = options.pop("connector"), Path(options.pop("folder"))
     port = int((folder / "port").read_text())
-    os.environ |= ENVIRONMENT | {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     os.environ |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + (role == "decode")), "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port)}
     connector = {"kv_connector": name, "kv_role": ROLES[role], "engine_id": role} | CONNECTORS[name]
     llm = make_engine("plain", {"kv_transfer_config": connector} | options)

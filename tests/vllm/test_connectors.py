@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -85,6 +86,24 @@ def test_from_the_memory_of_another_engine(plain, tmp_path, connector, needs, fi
         if first == second:
             with pytest.raises(RuntimeError, match=REFUSAL):
                 answers_of("tests.vllm.run_pair", "decode", own | ANOTHER_FORMAT)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(1, 1), (3, 2)])
+def test_lmcache_copies_whole_blocks(heads, parts):
+    """Blocks of one page and of two. LMCache's own view of two would copy pages 4 and 1 instead of blocks 4 and 1."""
+    pytest.importorskip("lmcache")
+    from lmcache.v1.multiprocess.transfer_context.base import gather_paged_kv_to_cpu, scatter_cpu_to_paged_kv
+
+    from fp8attn.integrations.vllm.lmcache import whole_blocks
+
+    theirs, ours = (torch.randint(256, (6 * parts, heads, 128, 129), dtype=torch.uint8) for _ in range(2))
+    views = [whole_blocks({"layer": pages}, 6) for pages in (theirs, ours)]
+    assert all(view["layer"].shape[3] % 16 == 0 for view in views)  # what LMCache's kernels for GPUs copy at once
+    expected = ours.clone().unflatten(0, (6, parts))
+    expected[[2, 5]] = theirs.unflatten(0, (6, parts))[[4, 1]]
+    chunks = gather_paged_kv_to_cpu(views[0], [4, 1], 1, layout_hints={"kv_layout": "HND"})
+    scatter_cpu_to_paged_kv(kv_caches=views[1], block_ids=[2, 5], chunks=chunks, blocks_per_chunk=1, layout_hints={"kv_layout": "HND"})
+    assert torch.equal(ours, expected.flatten(0, 1))
 
 
 @pytest.mark.parametrize("block_size", [128, 256])
