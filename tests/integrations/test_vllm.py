@@ -75,12 +75,15 @@ def configured(name=None, **own):
 
 
 def test_kv_connectors():
-    """LMCache's connector of one process would cut pages. What stays in the own CPU's memory needs no mark."""
+    """LMCache's own connectors would cut pages. What stays in the own CPU's memory needs no mark."""
     multi = {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "LMCacheConnectorV1"}]}
     for config in (configured("LMCacheConnectorV1"), configured("MultiConnector", **multi)):
-        assert "LMCacheConnectorV1 moves tokens" in unsupported_connector(config) and "LMCacheMPConnector" in unsupported_connector(config)
+        assert "LMCacheConnectorV1 moves tokens" in unsupported_connector(config) and "LMCachePagesConnector" in unsupported_connector(
+            config
+        )
+    assert "LMCacheMPConnector moves 2 * head_dim + 1 bytes" in unsupported_connector(configured("LMCacheMPConnector"))
     for config, exchanged in (
-        (configured(), False), (configured("NixlConnector"), True), (configured("LMCacheMPConnector"), True),
+        (configured(), False), (configured("NixlConnector"), True), (configured("LMCachePagesConnector"), True),
         (configured("OffloadingConnector", cpu_bytes_to_use=1), False),
         (configured("OffloadingConnector", spec_name="TieringOffloadingSpec"), True),
         (configured("SimpleCPUOffloadConnector"), False), (configured("MultiConnector", connectors=multi["connectors"][:1]), False),

@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from fp8attn import KVScales, LayerScales
+from tests.support.answers import PROMPTS
+from tests.vllm.engines import answers
 
 
 @pytest.fixture
@@ -22,3 +24,11 @@ def file_of_scales(tmp_path):
     layers = {3: LayerScales(torch.tensor([4 / 127, 5 / 127]), torch.full((2,), 2.0**-4), k_mean, v_mean)}
     KVScales(layers, num_layers=4, num_kv_heads=2, head_dim=64).save(tmp_path / "scales.safetensors")
     return str(tmp_path / "scales.safetensors")
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """An engine's greedy answers to 20 prompts of 20 to 900 tokens."""
+    found = answers("plain", again=True)
+    assert found["cached"] == 0 and len(found["answers"]) == PROMPTS
+    return found

@@ -19,18 +19,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from fp8attn.integrations.vllm import NAME, ON_CPU
 from tests.integrations.engine.models import qwen2
-from tests.support.answers import ANSWER, MODEL, PROMPTS, answers_of, environment_of
+from tests.support.answers import ANSWER, MODEL, PROMPTS
 from tests.support.near_ties import check_near_ties
 from tests.vllm.engines import answers, engine
 from tests.vllm.run_answers import ENVIRONMENT
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """Greedy answers to 20 prompts of 20 to 900 tokens."""
-    found = answers("plain", again=True)
-    assert found["cached"] == 0 and len(found["answers"]) == PROMPTS
-    return found
 
 
 def test_an_engine_repeats_itself(plain):
@@ -52,44 +44,6 @@ def test_chunks_speculation_and_two_processes(plain, way):
     check_near_ties(found, plain)
     if way == "draft":  # by the model itself: all are accepted but near-ties
         assert found["accepted"] > 0.7 * PROMPTS * ANSWER
-
-
-def test_a_connector_moves_blocks_to_another_engine(tmp_path):
-    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's. An
-    engine with another format ends; without the marks of pages its answers were empty."""
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
-    options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
-    first, second = (answers("plain", **options) for _ in range(2))
-    assert first["cached"] == 0
-    assert second["cached"] > 8000
-    check_near_ties(second, first)
-    with pytest.raises(Exception, match=r"a KV connector brought blocks of another format"):
-        answers("plain", additional_config={"fp8attn": {"key_dtype": "e4m3"}}, **options)
-
-
-def test_nixl_moves_blocks_to_another_engine(plain, tmp_path):
-    """The second engine reads the blocks of prompts from the first one's memory: 18 of 20 answers are equal, and 0.0021 nats apart. NIXL
-    compares the models, versions and backends of engines, but no options of fp8attn: an engine with another format ends by the marks."""
-    pytest.importorskip("nixl")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    command = [sys.executable, "-m", "tests.vllm.run_nixl", "prefill", json.dumps({"folder": str(tmp_path)})]
-    with open(tmp_path / "log", "w") as log:
-        first = subprocess.Popen(command, env=environment_of(), stdout=log, stderr=log)
-    try:
-        until = time.time() + 300
-        while not (tmp_path / "blocks.json").exists():
-            assert first.poll() is None and time.time() < until, (tmp_path / "log").read_text()[-4000:]
-            time.sleep(0.5)
-        check_near_ties(answers_of("tests.vllm.run_nixl", "decode", {"folder": str(tmp_path)}), plain)
-        other = {"folder": str(tmp_path), "additional_config": {"fp8attn": {"key_dtype": "e4m3"}}}
-        with pytest.raises(RuntimeError, match=r"a KV connector brought blocks of another format"):
-            answers_of("tests.vllm.run_nixl", "decode", other)
-    finally:
-        (tmp_path / "done").touch()
-        first.wait(60)
 
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])

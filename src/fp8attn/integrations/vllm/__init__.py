@@ -12,6 +12,7 @@ bytes.
 | `backend.py` | what vLLM asks before the start |
 | `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
 | `connectors.py` | blocks of other engines: which KV connectors |
+| `lmcache.py` | LMCache's KV connector, with whole blocks |
 | `specs.py` | the bytes of a block, in the form that each release of vLLM reads |
 | `metadata.py` | the sequences of a step |
 | `impl.py` | a layer |

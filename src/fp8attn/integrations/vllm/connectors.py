@@ -6,6 +6,8 @@ from typing import Any
 
 from ...formats.page_layout import PAGE_SIZE
 
+LMCACHE = 'pass "kv_connector": "LMCachePagesConnector", "kv_connector_module_path": "fp8attn.integrations.vllm.lmcache"'
+
 
 def connectors(config: Any) -> list[tuple[str | None, dict[str, Any]]]:
     """The name and the own options of each KV connector in vLLM's configuration."""
@@ -22,10 +24,9 @@ def unsupported_connector(config: Any) -> str | None:
     """Why a KV connector cannot move pages, or None."""
     names = [name for name, _ in connectors(config)]
     if "LMCacheConnectorV1" in names:
-        return (
-            "LMCacheConnectorV1 moves tokens of 2 * head_dim values, and a page is one run of bytes for 128 tokens and their scales. Use "
-            "LMCacheMPConnector, which moves whole blocks"
-        )
+        return f"LMCacheConnectorV1 moves tokens of 2 * head_dim values, and a page is one run of bytes for 128 tokens: {LMCACHE}"
+    if "LMCacheMPConnector" in names:
+        return f"LMCacheMPConnector moves 2 * head_dim + 1 bytes of a token apart, which its kernels for GPUs cannot: {LMCACHE}"
     if "ExampleConnector" in names and config.cache_config.block_size > PAGE_SIZE:
         return f"ExampleConnector cannot move blocks that a kernel reads in parts of {PAGE_SIZE} tokens: leave out --block-size"
     return None
