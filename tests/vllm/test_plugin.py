@@ -78,6 +78,26 @@ def test_a_block_is_pages_of_each_head(window, pages):
     assert torch.Size(shape).numel() == 7 * found.page_size_bytes
 
 
+@pytest.mark.skipif(not specs.BACKEND_IS_ASKED, reason="vLLM asks the layer")
+@pytest.mark.parametrize(
+    ("window_heads", "heads", "tokens"),
+    [(16, 4, (128, 256)), (8, 2, (128, 256)), (1, 1, (256, 128)), (2, 1, (128, 128))],
+    ids=["31B", "26B-A4B", "E2B", "31B on 8 GPUs"],
+)
+def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
+    """vLLM makes blocks of layers of other shapes equally large, by their tokens if the bytes divide; a block with a gap has no pages."""
+    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+
+    window = SlidingWindowSpec(**PLAIN | {"num_kv_heads": window_heads, "head_size": 256}, sliding_window=1024)
+    full = FullAttentionSpec(**PLAIN | {"num_kv_heads": heads, "head_size": 512})
+    given = {name: FP8AttentionBackend.customize_spec(spec) for name, spec in (("window", window), ("full", full))}
+    found = unify_kv_cache_spec_page_size(given)
+    assert (found["window"].block_size, found["full"].block_size) == tokens
+    assert found["window"].page_size_bytes == found["full"].page_size_bytes
+    for spec in found.values():
+        assert spec.page_size_bytes == spec.block_size // 128 * spec.num_kv_heads * PageLayout.of(spec.head_size).nbytes
+
+
 def good(**changes):
     model = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None, "dtype": torch.bfloat16, "enable_sleep_mode": False}
     rest = {"kv_cache_dtype_skip_layers": [], "decode_context_parallel_size": 1, "disable_hybrid_kv_cache_manager": False}
@@ -98,6 +118,7 @@ def good(**changes):
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
         ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
+        ({"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)}, r"draft layers of Gemma 4 \(MTP\) .* another method"),
         ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "Use LMCacheMPConnector"),
         ({"kv_transfer_config": connected("ExampleConnector"), "block_size": 256}, "ExampleConnector cannot .*: leave out --block-size"),
         ({"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True}, "leave out it or --kv-transfer-config"),
@@ -192,12 +213,12 @@ def test_layers_that_gpus_serve(feature):
 
 
 def test_vllm_prints_the_reasons():
-    assert chosen(block_size=128) == chosen(block_size=384) == []
+    assert chosen(block_size=128) == chosen(block_size=384) == chosen(head_size=512) == []
     assert "Pass --kv-cache-dtype fp8" in chosen(kv_cache_dtype="auto")[0]
     for changes, word in (
         ({"block_size": 16}, "leave out --block-size"), ({"block_size": 192}, "multiple of 128"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
-        ({"use_non_causal": True}, "non-causal"), ({"use_mm_prefix": True}, "multimodal"),
+        ({"use_non_causal": True}, "non-causal"), ({"use_mm_prefix": True}, "serve text alone"),
     ):  # fmt: skip
         (reason,) = chosen(**changes)
         assert word in reason

@@ -95,6 +95,32 @@ def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_pat
     assert layer_impl(monkeypatch, connector=given["connector"])[0].engine_layer.mark != target.engine_layer.mark
 
 
+@pytest.mark.parametrize("head_dim", [D, 2 * D])
+def test_marks_need_blocks_of_one_layout(builder, monkeypatch, head_dim):
+    """Gemma 4 has layers of two head_dims, whose blocks come from one pool: K and V of one are where the other has its marks."""
+    made, layer = layer_impl(monkeypatch, connector=connected("ExampleConnector"))
+    other, beside = layer_impl(monkeypatch, name="model.layers.2.self_attn.attn")
+    cache = beside.kv_cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    other.head_size = head_dim
+    made._config.compilation_config.static_forward_context["beside"] = beside
+    if head_dim == D:
+        prompt(builder, made, layer, cache)
+    else:
+        with pytest.raises(
+            UsageError, match=r"shares its blocks with model.layers.2.* has another head_dim: leave out --kv-transfer-config"
+        ):
+            prompt(builder, made, layer, cache)
+
+
+def test_a_file_of_scales_needs_layers_of_one_head_dim(monkeypatch, file_of_scales):
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}})
+    other, beside = layer_impl(monkeypatch)
+    other.head_size = 2 * D
+    made._config.compilation_config.static_forward_context["beside"] = beside
+    with pytest.raises(UsageError, match=r"with the option scales: its layers have head_dim 64 and 128, .* leave it out"):
+        made._engine_layer(layer)
+
+
 def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
     for connector in (None, connected("OffloadingConnector")):
         made, layer = layer_impl(monkeypatch, connector=connector)

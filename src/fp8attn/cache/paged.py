@@ -24,8 +24,8 @@ from .step import Step
 class PagedKVCache(Sequences):
     """K and V of all layers of a model in 8 bits, for `num_seqs` sequences of any lengths.
 
-    It needs half the bytes of BF16: a page of 128 tokens has `256 * head_dim + 128` bytes for each KV head. One page table serves all
-    layers. The layers append the same tokens one after another. The first layer's append reserves pages for all.
+    It needs half the bytes of BF16: a page of 128 tokens has `256 * head_dim + 128` bytes for each KV head (`+ 256` at 512). One page table
+    serves all layers. The layers append the same tokens one after another. The first layer's append reserves pages for all.
 
     A cache is not thread-safe.
 

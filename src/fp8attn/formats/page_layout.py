@@ -2,6 +2,9 @@
 
 A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales.
 
+A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers of both (Gemma 4)
+blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
+
 V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the contracted axis, which is
 V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads (a core matrix). A token that is appended
 touches `D / 8` of these units. The tokens of a group are in `V_ORDER`, so that the registers of a softmax accumulator are the operand of
@@ -17,7 +20,7 @@ import torch
 PAGE_SIZE = 128
 V_GROUP = 16  # tokens of a group of V
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
-NARROW_HEAD_DIMS = HEAD_DIMS[:-1]  # all that the kernels for Hopper, dense calls and the plugins of engines take
+NARROW_HEAD_DIMS = HEAD_DIMS[:-1]  # all that the kernels for Hopper, dense calls and the plugin of SGLang take
 
 # Bytes of the header, and where its fields begin in it. The rest is zero.
 HEADER = 128
@@ -61,7 +64,8 @@ class PageLayout:
     def of(cls, head_dim: int) -> PageLayout:
         """The layout of pages of keys and values with `head_dim` channels."""
         codes = PAGE_SIZE * head_dim  # one byte each
-        return cls(head_dim, 0, codes, codes, codes, 2 * codes, 2 * codes + HEADER)
+        nbytes = 2 * codes + HEADER * max(1, head_dim // 256)
+        return cls(head_dim, 0, codes, codes, codes, nbytes - HEADER, nbytes)
 
 
 LAYOUTS = {head_dim: PageLayout.of(head_dim) for head_dim in HEAD_DIMS}

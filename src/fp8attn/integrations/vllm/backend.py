@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ...formats.page_layout import NARROW_HEAD_DIMS, PAGE_SIZE, PageLayout
+from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
 from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder
@@ -41,7 +41,7 @@ class FP8AttentionBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(NARROW_HEAD_DIMS)
+        return list(HEAD_DIMS)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -80,6 +80,13 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         options = self.options
         if name.startswith("draft_model."):  # the file is not of a draft model
             options = replace(options, scales=None)
+        impls = [getattr(other, "impl", None) for other in self._config.compilation_config.static_forward_context.values()]
+        head_dims = sorted({impl.head_size for impl in impls if isinstance(impl, FP8AttentionImpl)})
+        if options.scales is not None and len(head_dims) > 1:
+            raise UsageError(
+                f"fp8attn cannot serve this model with the option scales: its layers have head_dim {' and '.join(map(str, head_dims))}, "
+                "and a file of scales has layers of one shape; leave it out"
+            )
         mark = None
         if exchanges_blocks(self._config):
             drafts = self._config.speculative_config  # a draft model's layers have the mark of the model, whose blocks they may share
@@ -137,10 +144,13 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                     f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM clears blocks, with what "
                     f"fp8attn has written into them once: {remedy}"
                 )
-            if static_scales and blocks.data_ptr() == kv_cache.data_ptr() and other.impl._target is None:
+            shared = blocks.data_ptr() == kv_cache.data_ptr() and other.impl._target is None
+            if shared and static_scales:
                 raise UsageError(
                     f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: {remedy}"
                 )
+            if shared and other.impl.head_size != self.head_size:  # a page of one has K and V where a page of the other has its header
+                raise UsageError(f"{layer.layer_name} shares its blocks with {other.layer_name}, which has another head_dim: {remedy}")
 
 
 def overflows(model: torch.nn.Module) -> OverflowReport:

@@ -3,6 +3,9 @@
 A block of more tokens has the pages of all heads for its first 128 tokens, then those for the next. vLLM knows this as blocks that a kernel
 reads in parts: it gives layers the parts as blocks, and tables of them.
 
+Layers of several shapes (Gemma 4) get blocks from one pool, so vLLM makes their blocks equally large: by more tokens, if the bytes divide.
+They do, because a page of head_dim 512 is as long as two of 256. Otherwise it would leave gaps between blocks, or refuse the model.
+
 vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
 has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend (`customize_spec`). Earlier ones ask the
 layer, so a layer with this backend gets another method.

@@ -8,7 +8,7 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionType
 
-from ...formats.page_layout import NARROW_HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
 from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
 from .specs import BACKEND_IS_ASKED
@@ -18,6 +18,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 _DTYPE = "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
+    "partial multimodal token full attention not supported": (
+        "its images attend in both directions, and fp8attn has causal attention only: serve text alone "
+        """(--limit-mm-per-prompt '{"image": 0, "video": 0, "audio": 0}'), or leave out --attention-backend"""
+    ),
     "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
 }
 
@@ -35,8 +39,8 @@ def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_
             f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no --kv-cache-dtype-skip-layers: a layer in 16 "
             "bits needs another backend"
         )
-    if head_dim not in NARROW_HEAD_DIMS:
-        return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, NARROW_HEAD_DIMS))}; leave out --attention-backend"
+    if head_dim not in HEAD_DIMS:
+        return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, HEAD_DIMS))}; leave out --attention-backend"
     if alibi_slopes is not None:
         return "it has ALiBi, which fp8attn has not; leave out --attention-backend"
     if given := sorted(name for name, value in others.items() if value not in (None, False, -1)):
@@ -67,6 +71,13 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         )
     if parallel.decode_context_parallel_size > 1:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
+    if getattr(config.speculative_config, "use_gemma4_mtp", lambda: False)():  # not in all releases
+        # vLLM sets the target on its layer (`Gemma4Proposer._setup_gemma4_kv_sharing`), after the weights are loaded; other models give it
+        # to the backend's `__init__`.
+        return (
+            "the draft layers of Gemma 4 (MTP) read K and V of its own layers, and vLLM does not tell the backend of which; use another "
+            "method in --speculative-config, or leave it out"
+        )
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model.get_sliding_window():
         return "--disable-hybrid-kv-cache-manager makes other blocks for layers with a window; leave it out"
     if model.enable_sleep_mode and (options.static_scales or exchanges_blocks(config)):
