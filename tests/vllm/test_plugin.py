@@ -119,7 +119,7 @@ def good(**changes):
         ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)}, r"draft layers of Gemma 4 \(MTP\) .* another method"),
-        ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "Use LMCacheMPConnector"),
+        ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "LMCachePagesConnector"),
         ({"kv_transfer_config": connected("ExampleConnector"), "block_size": 256}, "ExampleConnector cannot .*: leave out --block-size"),
         ({"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True}, "leave out it or --kv-transfer-config"),
     ],
