@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from .rows import latest, lengths, path_of
+from .results import RESULTS
+from .rows import latest, lengths, of_device, path_of
 from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
 from .tables.texts import STORED, TEXTS
@@ -126,9 +127,11 @@ PLOTS = {"needle": plot_needle, "decode": plot_decode, "accuracy": plot_accuracy
 
 
 def main() -> None:
-    for name in sys.argv[1:] or PLOTS:
-        if path_of(name) is not None:
-            PLOTS[name]()
+    for device in sorted(path.name for path in RESULTS.iterdir() if path.is_dir()):
+        with of_device(device):
+            for name in sys.argv[1:] or PLOTS:
+                if path_of(name) is not None:
+                    PLOTS[name]()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,29 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+_device: ContextVar[str] = ContextVar("device", default="*")
+
+
+@contextmanager
+def of_device(device: str | None) -> Iterator[None]:
+    """Within it, only results of this device are read (`h100`), and of any device for None."""
+    token = _device.set(device or "*")
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
 def path_of(name: str) -> Path | None:
     """The file of that name; of several devices, the last GPU's by name. None if it was not measured."""
-    return max(RESULTS.glob(f"*/{name}.json"), key=lambda path: (path.parent.name != "cpu", path.parent.name), default=None)
+    found = RESULTS.glob(f"{_device.get()}/{name}.json")
+    return max(found, key=lambda path: (path.parent.name != "cpu", path.parent.name), default=None)
 
 
 def latest(name: str) -> tuple[str, Rows]:
     """The title (`H200`, `CPU`) of the device of `path_of`, and its rows by case and implementation. No rows if it was not measured."""
     path = path_of(name)
     return ("", {}) if path is None else (path.parent.name.upper(), {(row["case"], row["impl"]): row for row in _read(path)["rows"]})
-
-
-def by_device(name: str) -> dict[str, Rows]:
-    """The rows of every GPU that has a file of this name, by its title; that of `latest` first."""
-    titles = sorted((path.parent.name for path in RESULTS.glob(f"*/{name}.json") if path.parent.name != "cpu"), reverse=True)
-    return {title.upper(): {(row["case"], row["impl"]): row for row in _read(RESULTS / title / f"{name}.json")["rows"]} for title in titles}
 
 
 def header(name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.public_models import COUNTS, IMPLS, MODELS, TEXTS
 
-from ..rows import Rows, by_device
+from ..rows import Rows, latest
 from .texts import cost
 from .writing import block, table, tokens
 
@@ -23,22 +23,10 @@ def stored(impl: str) -> str:
     return STORED[impl] if impl in STORED else f"{STORED[name]}, {how}"
 
 
-def columns(name: str, cases: dict[str, str]) -> tuple[str, dict[str, Rows], dict[str, str]]:
-    """What a table of these cases has, whose labels are given: the device if all were measured on one, else ""; by the head of each
-    column, the rows of its device; and its case. A case that two devices have has two columns."""
-    found = [
-        (case, label, title, rows)
-        for case, label in cases.items()
-        for title, rows in by_device(name).items()
-        if case in {c for c, _ in rows}
-    ]
-    titles = list(dict.fromkeys(title for _, _, title, _ in found))
-    named = [(case, label if len(titles) == 1 else f"{label} ({title})", rows) for case, label, title, rows in found]
-    return titles[0] if len(titles) == 1 else "", {head: rows for _, head, rows in named}, {head: case for case, head, _ in named}
-
-
-def headed(model: str, device: str) -> str:
-    return f"{TITLES[model]} ({device})" if device else TITLES[model]
+def columns(name: str, cases: dict[str, str]) -> tuple[str, Rows, dict[str, str]]:
+    """The device, its rows, and by label those of these labeled cases that were measured."""
+    title, found = latest(name)
+    return title, found, {label: case for case, label in cases.items() if case in {c for c, _ in found}}
 
 
 @block("public_models")
@@ -46,18 +34,18 @@ def public_models() -> str:
     """A table for each model: caches by text and context."""
     tables = []
     for model in MODELS:
-        device, found, case = columns("public_models", {f"{model}-{text}-S{n}": f"{text}, {tokens(n)}" for n in COUNTS for text in TEXTS})
-        body = [[stored(impl), *(cost(rows.get((case[head], impl))) for head, rows in found.items())] for impl in IMPLS if impl != "bf16"]
+        device, found, cases = columns("public_models", {f"{model}-{text}-S{n}": f"{text}, {tokens(n)}" for n in COUNTS for text in TEXTS})
+        body = [[stored(impl), *(cost(found.get((case, impl))) for case in cases.values())] for impl in IMPLS if impl != "bf16"]
         body = [line for line in body if any(line[1:])]
         if body:
-            tables.append(table([headed(model, device), *found], body))
+            tables.append(table([f"{TITLES[model]} ({device})", *cases], body))
     return "\n\n".join(tables)
 
 
 @block("tasks")
 def tasks() -> str:
     """Right answers by task and cache, and the difference from BF16 on the same questions."""
-    device, found, case = columns("tasks", {"humaneval": "HumanEval", "gsm8k": "GSM8K"})
+    device, found, cases = columns("tasks", {"humaneval": "HumanEval", "gsm8k": "GSM8K"})
 
     def right(row: dict | None) -> str:
         return "" if row is None else f"{row['right']} of {row['samples']}"
@@ -70,7 +58,7 @@ def tasks() -> str:
 
     body = []
     for impl, label in ANSWERED.items():
-        cells = [make(rows.get((case[head], impl))) for head, rows in found.items() for make in (right, change)]
+        cells = [make(found.get((case, impl))) for case in cases.values() for make in (right, change)]
         if any(cells):
             body.append([label, *cells])
-    return table([headed("qwen", device), *(name for head in found for name in (head, "points, beside BF16"))], body)
+    return table([f"{TITLES['qwen']} ({device})", *(name for head in cases for name in (head, "points, beside BF16"))], body)
