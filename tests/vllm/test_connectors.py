@@ -59,33 +59,36 @@ def test_an_example_of_files(tmp_path):
         answers("plain", **ANOTHER_FORMAT, **options)
 
 
+NEEDS = {"NixlConnector": "nixl", "MooncakeConnector": "mooncake.engine"}
 PROCESSES = {1: {}, 2: {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}}
 
 
-@pytest.mark.parametrize(
-    ("connector", "needs", "first", "second"),
-    [
-        ("NixlConnector", "nixl", 1, 1),
-        ("NixlConnector", "nixl", 2, 1),
-        ("NixlConnector", "nixl", 1, 2),
-        ("MooncakeConnector", "mooncake.engine", 1, 1),
-        ("MooncakeConnector", "mooncake.engine", 2, 1),
-        ("MooncakeConnector", "mooncake.engine", 1, 2),
-    ],
-)
-def test_from_the_memory_of_another_engine(plain, tmp_path, connector, needs, first, second):
-    """The second engine gets the blocks of prompts from the first one's memory. With other numbers of processes, a block's bytes are cut
-    between its KV heads, or put together: they are pages, one for each head. Connectors compare the models, versions and backends of
-    engines, but no options of fp8attn: an engine with another format ends by the marks."""
-    pytest.importorskip(needs, exc_type=ImportError)  # Mooncake's needs the system's libibverbs.so.1
+@contextmanager
+def prompts_in_memory(tmp_path, connector, processes=1):
+    """An engine that holds the blocks of prompts, until the end of the block, and the options by which another one finds it."""
+    pytest.importorskip(NEEDS[connector], exc_type=ImportError)  # Mooncake's needs the system's libibverbs.so.1
     (tmp_path / "port").write_text(str(free_port()))
     own = {"connector": connector, "folder": str(tmp_path)}
-    with process("tests.vllm.run_pair", "prefill", json.dumps(own | PROCESSES[first]), log=tmp_path / "log") as wait_for:
+    with process("tests.vllm.run_pair", "prefill", json.dumps(own | PROCESSES[processes]), log=tmp_path / "log") as wait_for:
         wait_for((tmp_path / "blocks.json").exists)
+        yield own
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("connector", NEEDS)
+def test_from_the_memory_of_another_engine(plain, tmp_path, connector, first, second):
+    """The second engine gets the blocks of prompts from the first one's memory. With other numbers of processes, a block's bytes are cut
+    between its KV heads, or put together: they are pages, one for each head."""
+    with prompts_in_memory(tmp_path, connector, first) as own:
         check_near_ties(answers_of("tests.vllm.run_pair", "decode", own | PROCESSES[second]), plain)
-        if first == second:
-            with pytest.raises(RuntimeError, match=REFUSAL):
-                answers_of("tests.vllm.run_pair", "decode", own | ANOTHER_FORMAT)
+
+
+@pytest.mark.parametrize("connector", NEEDS)
+def test_an_engine_with_another_format(tmp_path, connector):
+    """Connectors compare the models, versions and backends of engines, but no options of fp8attn: the second engine ends by the marks. It
+    is the first to ask, because Mooncake gives the blocks of a prompt away once, and vLLM computes the prompt if none come."""
+    with prompts_in_memory(tmp_path, connector) as own, pytest.raises(RuntimeError, match=REFUSAL):
+        answers_of("tests.vllm.run_pair", "decode", own | ANOTHER_FORMAT)
 
 
 @pytest.mark.parametrize(("heads", "parts"), [(1, 1), (3, 2)])
