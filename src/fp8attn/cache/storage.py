@@ -36,13 +36,14 @@ from .page_table import num_pages_of
 from .sequences import Sequences
 
 Cache = TypeVar("Cache", bound=Sequences)
+Packed = tuple[dict[str, torch.Tensor], dict[str, str]]  # the tensors and the metadata of a file
 FORMAT = "fp8attn.kv_pages.2"
 WINDOWED = "fp8attn.kv_pages.2.window"  # columns left of the window name pages of others
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
 
-def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> Packed:
     """The tensors and the metadata of a file with these sequences. None: all sequences."""
     cache.check_complete("save")
     lengths, table = cache.lengths, cache.table
@@ -69,6 +70,46 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> tuple[dict[str,
     if cache.window is not None:
         written["window"] = cache.window
     return tensors, {"format": FORMAT if cache.window is None else WINDOWED} | {name: json.dumps(value) for name, value in written.items()}
+
+
+def join(parts: list[Packed], places: list[list[int]]) -> Packed:
+    """What `pack` would return of one cache with the layers of several, which hold the same sequences.
+
+    Args:
+        parts: what `pack` returned of each.
+        places: for each, the numbers that its layers have in the one cache.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    rotated: dict[int, bool] = {}
+    for (mine, about), numbers in zip(parts, places, strict=True):
+        tensors |= {_renumbered(name, dict(enumerate(numbers))): x for name, x in mine.items()}
+        rotated |= dict(zip(numbers, json.loads(about["rotate_keys"]), strict=True))
+    written = {"num_layers": len(rotated), "rotate_keys": [rotated[layer] for layer in range(len(rotated))]}
+    return tensors, parts[0][1] | {name: json.dumps(value) for name, value in written.items()}
+
+
+def take(tensors: dict[str, torch.Tensor], metadata: dict[str, str], layers: list[int], path: str | Path) -> Packed:
+    """What `pack` would return of a cache with these layers alone."""
+    try:
+        rotated = json.loads(metadata["rotate_keys"])
+        written = {"num_layers": len(layers), "rotate_keys": [rotated[layer] for layer in layers]}
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    taken = {_renumbered(name, numbers): x for name, x in tensors.items() if _layer_of(name) in (None, *layers)}
+    return taken, metadata | {name: json.dumps(value) for name, value in written.items()}
+
+
+def _layer_of(name: str) -> int | None:
+    """The number of the layer in the name of a tensor; None: the tensor is of all layers."""
+    number = name.split(".")[1] if "." in name else ""
+    return int(number) if number.isdigit() else None
+
+
+def _renumbered(name: str, numbers: dict[int, int]) -> str:
+    """The name of a tensor with another number of its layer."""
+    layer = _layer_of(name)
+    return name if layer is None else name.replace(f".{layer}", f".{numbers[layer]}", 1)
 
 
 def unpack(

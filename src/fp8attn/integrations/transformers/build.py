@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
@@ -14,6 +15,7 @@ from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, check_backend
 from ...scales import KVScales
 from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
+from .devices import layer_devices
 from .kept import KeptLayer
 from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
 
@@ -51,8 +53,8 @@ def make_layers(
     model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
     key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, count_overflows: bool, backend: BackendName,
 ) -> tuple[list[Any], list[FP8Layers], list[LayerSpec]]:  # fmt: skip
-    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape and window; and what the config says
-    of the layers. It checks all options.
+    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape, window and device; and what the
+    config says of the layers. It checks all options.
 
     Raises:
         TypeError, UsageError: as `FP8Cache`.
@@ -82,8 +84,8 @@ def make_layers(
     plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer}
     length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
     layers: list[Any] = []
-    groups: dict[tuple[int, int, int | None], FP8Layers] = {}
-    for index, spec in enumerate(specs):
+    groups: dict[tuple[tuple[int, int, int | None], torch.device], FP8Layers] = {}
+    for index, (spec, device) in enumerate(zip(specs, layer_devices(model, len(specs)), strict=True)):
         if not spec.in_pages or skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
@@ -92,17 +94,18 @@ def make_layers(
                 f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
                 f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
             )
-        shape = spec.num_kv_heads, spec.head_dim, spec.window
-        if shape not in groups:
-            groups[shape] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, count_overflows, backend, spec.window)
+        key = (spec.num_kv_heads, spec.head_dim, spec.window), device
+        if key not in groups:
+            groups[key] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, count_overflows, backend, *key)
+        group = groups[key]
         own = None if scales is None or spec.is_ring else scales.layer(index)
         if spec.is_ring:
-            layers.append(FP8SlidingLayer(index, groups[shape], scales=None, rotate_keys=rotate_keys))
+            layers.append(FP8SlidingLayer(index, group, scales=None, rotate_keys=rotate_keys))
         elif spec.kind == "hybrid":
             states = spec.options.get("number_of_states", 1)
-            layers.append(FP8HybridLayer(index, groups[shape], scales=own, rotate_keys=rotate_keys, number_of_states=states))
+            layers.append(FP8HybridLayer(index, group, scales=own, rotate_keys=rotate_keys, number_of_states=states))
         else:
-            layers.append(FP8Layer(index, groups[shape], scales=own, rotate_keys=rotate_keys))
+            layers.append(FP8Layer(index, group, scales=own, rotate_keys=rotate_keys))
     if not groups:
         raise UsageError(
             "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long windows. "

@@ -27,7 +27,7 @@ from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
 from .build import make_layers, transformers_model
-from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config, layers_of
+from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config
 from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8SlidingLayer
 from .tensors import ATTN_IMPLEMENTATION
 from .weights import Weights
@@ -50,6 +50,8 @@ class FP8Cache(Cache):
     A layer with a sliding window has pages for its window, which are used again (`cache.ring`). Below 384 tokens these pages would not be
     smaller than the window in 16 bits. Such layers are transformers' own, and so are chunked layers and the states of linear layers. The
     masks of these layers and those pages grow with the prompt: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
+
+    The pages of a layer are on the device of its weights. So a model can be divided among several GPUs (`device_map="auto"`).
 
     A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many from a prompt as the cache has. For
     another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some layers without its
@@ -101,10 +103,8 @@ class FP8Cache(Cache):
             weights.set_static(free)
         if skip_layers is None:
             weights.say_kept(self.fp8_layers)
-        if max_cache_len is not None and model.device.type != "meta":
-            specs = layers_of(model.config)
-            for group in self.groups:
-                group.make_early(specs[group.layers[0].index], model.device)
+        for group in self.groups if max_cache_len is not None else ():
+            group.make_early()
 
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
@@ -159,7 +159,7 @@ class FP8Cache(Cache):
             model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
             tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
             max_cache_len, exact, batch_invariant, backend: as `FP8Cache` takes them.
-            device: the device of the pages. None: the model's, which must not be offloaded.
+            device: the device of the pages. None: those of the model's layers, which must be known: not of a model that is offloaded whole.
         Raises:
             UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
         """
@@ -177,12 +177,12 @@ class FP8Cache(Cache):
         """The pages of all FP8 layers; None before the first tokens.
 
         Raises:
-            ValueError: the FP8 layers have several shapes or windows, and so several `PagedKVCache`s, those of `groups`.
+            ValueError: the FP8 layers have several shapes, windows or devices, and so several `PagedKVCache`s, those of `groups`.
         """
         if len(self.groups) > 1:
             raise ValueError(
-                f"the FP8 layers of this model have {len(self.groups)} shapes or windows, each with its own pages. cache.pages(layer) has "
-                "those of a layer, [group.paged for group in cache.groups] those of all"
+                f"the FP8 layers of this model have {len(self.groups)} shapes, windows or devices, each with its own pages. "
+                "cache.pages(layer) has those of a layer, [group.paged for group in cache.groups] those of all"
             )
         return self.groups[0].paged
 

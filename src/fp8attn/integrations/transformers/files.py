@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ from ...errors import UsageError
 from ...formats.codec import KeyDtype
 from ...params import BackendName
 from .config import LayerSpec, decoder_config
+from .devices import layer_devices
 from .layers import FP8Layer, FP8Layers
 
 
@@ -38,11 +39,10 @@ _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
     """Write sequences of all layers (`FP8Cache.save`)."""
-    held_pages = [group.paged for group in cache.groups if group.paged is not None]
-    if len(held_pages) < len(cache.groups):
+    paged = cache.groups[0].paged
+    if paged is None or any(group.paged is None for group in cache.groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
-    paged = held_pages[0]
-    tensors, metadata = _pack(held_pages, seqs)
+    tensors, metadata = _pack(cache.groups, seqs)
     rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, FP8Layer) and getattr(layer, "keys", None) is not None:
@@ -68,8 +68,10 @@ def load(
     max_cache_len: int | None, device: torch.device | str | None, backend: BackendName,
 ) -> Loaded:  # fmt: skip
     """The cache of a file of `save` (`FP8Cache.load`). `build` makes an empty one with these FP8 layers and keys of this format."""
-    device = model.device if device is None else torch.device(device)
-    if device.type == "meta":
+    devices = layer_devices(model, decoder_config(model.config).num_hidden_layers)
+    if device is not None:
+        devices = [torch.device(device)] * len(devices)
+    if any(each.type == "meta" for each in devices):
         raise UsageError("the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., device='cuda')")
     tensors, metadata = storage.read(path)
     if "model" not in metadata:
@@ -94,10 +96,9 @@ def load(
             f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, which cannot become those of another: "
             "load it with this max_cache_len"
         )
-    for number, group in enumerate(cache.groups):
-        group.paged = storage.unpack(
-            PagedKVCache, *_of_group(number, tensors, metadata), path, max_seqlen=max_cache_len, device=device, backend=backend
-        )
+    for group, of_group in _unpacked(cache.groups, tensors, metadata, path):
+        on = devices[group.layers[0].index]
+        group.paged = storage.unpack(PagedKVCache, *of_group, path, max_seqlen=max_cache_len, device=on, backend=backend)
         if group.paged.window != group.window:
             raise UsageError(
                 f"{path} is from a model whose layers {[layer.index for layer in group.layers]} have a window of {group.paged.window}; "
@@ -107,7 +108,7 @@ def load(
             fp8_layer.rotate_keys = pages.format.rotate
     for index, layer in enumerate(cache.layers):
         start = f"layers.{index}."
-        mine = {name.removeprefix(start): value.to(device) for name, value in tensors.items() if name.startswith(start)}
+        mine = {name.removeprefix(start): value.to(devices[index]) for name, value in tensors.items() if name.startswith(start)}
         if "keys" in mine:
             _restore(layer, {name: mine[name] for name in _STATE if name in mine})
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -139,25 +140,43 @@ def _restore_states(layer: LinearAttentionCacheLayerMixin, states: dict[str, tor
         layer.has_previous_state[int(number)] = True
 
 
-def _pack(held: list[PagedKVCache], seqs: Sequence[int] | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors and metadata of the pages of all shapes. Names of the second shape and of those after it begin with its number."""
-    tensors, metadata = storage.pack(held[0], seqs)
-    for number, paged in enumerate(held[1:], 1):
-        more, about = storage.pack(paged, seqs)
-        tensors |= {f"{number}/{name}": x for name, x in more.items()}
-        metadata |= {f"{number}/{name}": x for name, x in about.items()}
+# A file is the same wherever the layers are: it has the layers of one shape together, those of all devices. Names of the second shape and
+# of those after it begin with its number.
+
+
+def _pack(groups: list[FP8Layers], seqs: Sequence[int] | None) -> storage.Packed:
+    """The tensors and metadata of the pages of all layers."""
+    tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
+    for start, parts in _by_shape(groups):
+        packed = [storage.pack(group.paged, seqs) for group, _ in parts if group.paged is not None]
+        more, about = storage.join(packed, [places for _, places in parts]) if len(parts) > 1 else packed[0]
+        tensors |= {f"{start}{name}": x for name, x in more.items()}
+        metadata |= {f"{start}{name}": x for name, x in about.items()}
     return tensors, metadata
 
 
-def _of_group(number: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What `_pack` wrote of one shape."""
-    if not number:
-        return tensors, metadata
-    start = f"{number}/"
-    return (
-        {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)},
-        {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)},
-    )
+def _unpacked(
+    groups: list[FP8Layers], tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path
+) -> Iterator[tuple[FP8Layers, storage.Packed]]:
+    """What `_pack` wrote of each group."""
+    for start, parts in _by_shape(groups):
+        of_shape = (
+            {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)},
+            {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)},
+        )
+        for group, places in parts:
+            yield group, storage.take(*of_shape, places, path) if len(parts) > 1 else of_shape
+
+
+def _by_shape(groups: list[FP8Layers]) -> Iterator[tuple[str, list[tuple[FP8Layers, list[int]]]]]:
+    """For each shape, with what its names begin, its groups (one for each device), each with the numbers of its layers among those of the
+    shape."""
+    for number, shape in enumerate(dict.fromkeys(group.shape for group in groups)):
+        mine = [group for group in groups if group.shape == shape]
+        indices = sorted(layer.index for group in mine for layer in group.layers)
+        parts = [(group, [indices.index(layer.index) for layer in group.layers]) for group in mine]
+        yield f"{number}/" if number else "", parts
 
 
 def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | Path) -> None:

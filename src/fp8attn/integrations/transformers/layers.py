@@ -18,7 +18,7 @@ from ...formats.codec import KeyDtype
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, options_of
 from ...scales import LayerScales
-from .config import LayerSpec, has_sinks, has_softcap, layers_of
+from .config import has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Seen, dequantize, tokens_of
 
 UNCOMPILED = (
@@ -29,11 +29,13 @@ UNCOMPILED = (
 
 
 class FP8Layers:
-    """The FP8 layers of a cache that have one shape and window, and what they share: a `PagedKVCache`, which is made when the first K and V
-    show its shape (on several GPUs a layer has a share of its heads).
+    """The FP8 layers of a cache that have one shape, window and device, and what they share: a `PagedKVCache`, which is made when the first
+    K and V show its shape (with tensor parallelism a layer has a share of its heads).
 
     Attributes:
         config: the decoder's config. Its attention implementation decides what `update` returns.
+        shape: the number of KV heads and the head_dim by the config, and the window.
+        device: the device that the model's layers are on, as far as it is known; "meta" if it is not.
         window: the sliding window of the layers; None: they see all tokens.
         layers: the layers, in the order of their numbers in `paged`.
         paged: their pages; None before the first K and V.
@@ -41,9 +43,9 @@ class FP8Layers:
 
     def __init__(
         self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, batch_invariant: bool,
-        count_overflows: bool, backend: BackendName, window: int | None = None,
+        count_overflows: bool, backend: BackendName, shape: tuple[int, int, int | None], device: torch.device,
     ) -> None:  # fmt: skip
-        self.window = window
+        self.shape, self.device, self.window = shape, device, shape[-1]
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
         self.exact, self.batch_invariant, self.count_overflows = exact, batch_invariant, count_overflows
         self.layers: list[FP8Layer] = []
@@ -53,9 +55,12 @@ class FP8Layers:
         self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
         self.recording = False
 
-    def make_early(self, spec: LayerSpec, device: torch.device) -> None:
+    def make_early(self) -> None:
         """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others (`other_shape`)."""
-        x = torch.empty(1, spec.num_kv_heads, 0, spec.head_dim, device=device)
+        if self.device.type == "meta":
+            return
+        num_kv_heads, head_dim, _ = self.shape
+        x = torch.empty(1, num_kv_heads, 0, head_dim, device=self.device)
         self.make(self.layers[0].index, x, x)
         self.unused = True
 

@@ -1,0 +1,103 @@
+"""A model whose layers are on several devices. This machine has one, so a layer's device is only said to be another."""
+
+from itertools import cycle, islice
+
+import pytest
+import torch
+
+from fp8attn.cache import storage
+from fp8attn.errors import UsageError
+from fp8attn.integrations.transformers import FP8Cache, build, files
+from fp8attn.integrations.transformers.devices import layer_devices
+from tests.support.transformers_models import generated, make, one_thread, prompt  # noqa: F401
+
+CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, and the same memory
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """Call it, and layers are on two devices in turn; call it with False, and they are on one."""
+
+    def divide(on=True):
+        for module in (build, files):
+            monkeypatch.setattr(module, "layer_devices", (lambda _, count: [*islice(cycle([CPU, OTHER]), count)]) if on else layer_devices)
+
+    return divide
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2"])
+@pytest.mark.parametrize("max_cache_len", [None, 256])
+def test_a_divided_model_generates_what_the_whole_one_does(divided, tmp_path, family, max_cache_len):
+    """And its file has the same tensors: each loads the other's."""
+    model, ids = make(family), prompt(length=140)
+    caches, paths = {}, {}
+    for on in (False, True):
+        divided(on)
+        cache = FP8Cache(model, max_cache_len=max_cache_len)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        caches[on], paths[on] = cache, tmp_path / str(on)
+        cache.save(paths[on], tokens=ids)
+    assert len(caches[True].groups) > len(caches[False].groups) and caches[True].fp8_layers == caches[False].fp8_layers
+    (tensors, metadata), others = (storage.read(paths[on]) for on in (False, True))
+    assert metadata == others[1]  # a checksum of all bytes and names is in it
+    assert tensors.keys() == others[0].keys()
+    more = torch.cat([ids, prompt(length=5)], 1)
+    wanted = generated(model, caches[False], more)
+    divided(False)
+    whole = FP8Cache.load(paths[True], model, max_cache_len=max_cache_len)
+    divided()
+    parts = FP8Cache.load(paths[False], model, max_cache_len=max_cache_len)
+    assert {group.device for group in parts.groups} == {CPU, OTHER}
+    for cache in (caches[True], whole, parts):
+        found = generated(model, cache, more)
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+def test_sequences_of_a_divided_model_move_together(divided):
+    model, ids = make("llama"), prompt(batch=2, length=140)
+    results = []
+    for on in (False, True):
+        divided(on)
+        cache = FP8Cache(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_repeat_interleave(2)
+            cache.crop(-3)
+            results.append(model(torch.cat([ids[:, -3:]] * 2), past_key_values=cache).logits)
+    assert torch.equal(*results)
+
+
+def test_a_file_that_lacks_a_layer_is_refused(divided, tmp_path):
+    model, path = make("llama"), tmp_path / "cache"
+    cache = FP8Cache(model)
+    with torch.no_grad():
+        model(prompt(length=8), past_key_values=cache)
+    cache.save(path)
+    tensors, metadata = storage.read(path)
+    storage.write(path, tensors, metadata | {"rotate_keys": "[true]"})
+    divided()
+    with pytest.raises(UsageError, match=r"incomplete or not as written"):
+        FP8Cache.load(path, model)
+
+
+def test_devices_of_layers(tmp_path):
+    """A layer that is offloaded runs where accelerate moves its weights, and so do its pages."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make("llama"), prompt(length=140)
+    count = model.config.num_hidden_layers
+    assert layer_devices(model, count) == [CPU] * count
+    wanted = generated(model, FP8Cache(model), ids)
+    names = [name for name, _ in model.named_children() if name != "model"] + [f"model.{name}" for name, _ in model.model.named_children()]
+    places = {name: "cpu" for name in names if name != "model.layers"} | {f"model.layers.{i}": "cpu" for i in range(count)}
+    model = accelerate.dispatch_model(model, places | {"model.layers.1": "disk"}, offload_dir=tmp_path, main_device="cpu")
+    assert next(model.model.layers[1].parameters()).is_meta
+    assert layer_devices(model, count) == [CPU] * count
+    cache = FP8Cache(model)
+    found = generated(model, cache, ids)
+    assert len(cache.groups) == 1 and torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    for module in model.model.layers[1].self_attn.modules():
+        if hasattr(module, "_hf_hook"):
+            module._hf_hook.execution_device = OTHER
+    assert layer_devices(model, count) == [CPU, OTHER, *[CPU] * (count - 2)]
