@@ -208,7 +208,7 @@ class KVScales:
             UsageError: there is no such file, it is damaged or not from `save`, or its contents are not valid.
         """
         if not Path(path).is_file():
-            raise UsageError(f"no such file: {path}; {RECALIBRATE}")
+            raise UsageError(f"no such file: {path}; `fp8attn calibrate` writes one, and KVScales.save")
         try:
             with safe_open(path, "pt") as file:
                 metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
