@@ -26,9 +26,10 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if
 inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
 
 cache = FP8Cache(model)  # also sets the model's attention implementation to "fp8_kv"
+# transformers 5.24 renames the argument, and warns: cache=cache
 out = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
 
 print(tokenizer.decode(out[0]))
-config = model.config
-bf16 = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes of K and V, a token
+pages = cache.pages(cache.fp8_layers[0])
+bf16 = 2 * 2 * len(cache.layers) * pages.num_kv_heads * pages.head_dim  # bytes of K and V, a token
 print(f"\n{cache.get_seq_length()} tokens: {cache.nbytes:,} bytes in pages of 128 tokens; BF16 takes {bf16 * cache.get_seq_length():,}")

@@ -191,7 +191,7 @@ def test_no_layers():
 
 
 def test_missing_file(tmp_path):
-    with pytest.raises(ValueError, match=r"no such file: .*nowhere; calibrate again \(fp8attn_tools.calibrate"):
+    with pytest.raises(ValueError, match=r"no such file: .*nowhere; `fp8attn calibrate` writes one"):
         KVScales.load(tmp_path / "nowhere")
 
 

@@ -1,4 +1,4 @@
-"""fp8attn: an FP8 KV cache and FP8 attention for PyTorch."""
+"""fp8attn: an 8-bit KV cache and 8-bit attention for PyTorch."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -9,6 +9,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from safetensors.torch import save as to_bytes
+
 
 def draft_of(target: Path) -> Path:
     """A name beside `target`, with its suffix, that no other writer has."""
@@ -45,3 +48,10 @@ def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file as a whole, and make the folders above it. safetensors' own `save_file` ignores the umask and makes the file
+    private."""
+    contents = to_bytes(tensors, metadata)
+    write_whole(path, lambda draft: draft.write_bytes(contents))

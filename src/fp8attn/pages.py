@@ -20,8 +20,8 @@ class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
 
     A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128
-    bytes, which holds K's scale, V's scale (float32), `nan_in_k` and zeros. The bytes depend only on the page's tokens and on the static
-    format and means. So a page is copied, shared, saved or moved by its bytes.
+    bytes, which holds K's scale, V's scale (float32), a mark of serving engines, `nan_in_k` and zeros. The bytes depend only on the page's
+    tokens and on the static format and means. So a page is copied, shared, saved or moved by its bytes.
 
     Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
     have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from .errors import UsageError
-from .files import write_whole
+from .files import write_tensors
 from .formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
@@ -197,8 +196,7 @@ class KVScales:
         metadata |= {"format": FORMAT, "rotate_keys": json.dumps(self.rotate_keys)}
         metadata["sqnr_db"] = json.dumps({str(index): list(db) for index, db in self.sqnr_db.items()})
         metadata["k_offsets"] = json.dumps({str(index): offset for index, offset in self.k_offsets.items()})
-        contents = save(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
-        write_whole(path, lambda draft: draft.write_bytes(contents))
+        write_tensors(path, tensors, metadata)
 
     @classmethod
     def load(cls, path: str | Path) -> KVScales:
@@ -208,7 +206,7 @@ class KVScales:
             UsageError: there is no such file, it is damaged or not from `save`, or its contents are not valid.
         """
         if not Path(path).is_file():
-            raise UsageError(f"no such file: {path}; {RECALIBRATE}")
+            raise UsageError(f"no such file: {path}; `fp8attn calibrate` writes one, and KVScales.save")
         try:
             with safe_open(path, "pt") as file:
                 metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

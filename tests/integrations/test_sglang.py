@@ -108,4 +108,4 @@ def test_layers():
     assert "layer 3 has heads of 128 channels of K and 64 of V" in reason(v_head_dim=64)
     assert "a logit cap of another form" in reason(logit_cap=30.0, logit_capping_method="sigmoid")
     for has in ({"pos_encoding_mode": "ALIBI"}, {"xai_temperature_len": 1024}, {"use_irope": True}):
-        assert "which fp8attn has not" in reason(**has)
+        assert "which fp8attn does not support" in reason(**has)

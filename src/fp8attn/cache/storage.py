@@ -24,11 +24,10 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 
 from ..checks import check_tensor
 from ..errors import UsageError
-from ..files import write_whole
+from ..files import write_tensors
 from ..formats.page_layout import PAGE_SIZE, PageLayout
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
@@ -187,9 +186,7 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a file as a whole, and make the folders above it."""
-    metadata = metadata | {"checksum": checksum(tensors)}
-    contents = to_bytes(tensors, metadata)  # safetensors' own save_file ignores the umask and makes the file private
-    write_whole(path, lambda draft: draft.write_bytes(contents))
+    write_tensors(path, tensors, metadata | {"checksum": checksum(tensors)})
 
 
 def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

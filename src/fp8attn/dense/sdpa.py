@@ -161,7 +161,7 @@ def scaled_dot_product_attention(
     Raises:
         ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message has the reason.
     """
-    codec_of(key_dtype)  # raises ValueError
+    codec_of(key_dtype)  # raises UsageError
     check_backend(backend, DENSE_BACKENDS)
     _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)
@@ -215,7 +215,7 @@ def rope_scaled_dot_product_attention(
             apply RoPE first, and call `scaled_dot_product_attention`).
     """
     key_rope = rope_of(key_rope_cos, key_rope_sin, rope_interleaved, prefix="key_")
-    codec_of(key_dtype)  # raises ValueError
+    codec_of(key_dtype)  # raises UsageError
     check_backend(backend, DENSE_BACKENDS)
     _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
     query, key, value = autocast(query, key, value)

@@ -42,7 +42,7 @@ def aim(
         found = f"{device} is not a GPU" if device.type != "cuda" else "PyTorch finds no GPU"
         raise UsageError(
             f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
-            "target='sm_90'"
+            "target='sm_90' (fp8attn warmup --target sm_90)"
         )
     device = indexed(device)
     backend = select_backend(backend, device, dtype, head_dim)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from fp8attn.errors import UsageError
-from fp8attn.files import write_whole
+from fp8attn.files import write_tensors
 
 FORMAT = "fp8attn.calibration.1"
 
@@ -52,8 +51,7 @@ class Checkpoint:
         """Write the state after means were computed from the batches `looked`, and the batches `counted` have been counted."""
         texts = [[text.count, text.digest] for text in (looked, counted)]
         metadata = {"format": FORMAT, "identity": json.dumps(self._identity), "texts": json.dumps(texts)}
-        contents = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-        write_whole(self.path, lambda draft: draft.write_bytes(contents))
+        write_tensors(self.path, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
 
     def load(self) -> tuple[dict[str, torch.Tensor], Text, Text] | None:
         """What `save` wrote last; None: there is no file.

@@ -133,7 +133,8 @@ def load(
     wrong = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if wrong:  # transformers gives these random values
         raise UsageError(
-            f"the weights of {source} do not fit its config: {wrong[0]} and {len(wrong) - 1} others are missing or of other sizes"
+            f"the weights of {source} do not fit its config: {wrong[0]} and {len(wrong) - 1} others are missing or of other sizes; "
+            "download or copy the model again"
         )
     return loaded.to(device).eval(), tokenizer
 

@@ -100,7 +100,7 @@ def supported_graphs(graphs: Any) -> Any:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     if graphs.decode.backend == Backend.FULL:
-        logger.warning("fp8attn: its CUDA graphs of decodes have never run on a GPU in SGLang; --disable-decode-cuda-graph is without them")
+        logger.warning("fp8attn: its CUDA graphs of decodes have never run on a GPU in SGLang; --disable-decode-cuda-graph turns them off")
     for phase, supported in ((Phase.DECODE, (Backend.FULL, Backend.DISABLED)), (Phase.PREFILL, (Backend.DISABLED,))):
         if (backend := graphs[phase].backend) not in supported:
             logger.warning(f"fp8attn: CUDA graphs of the form {backend} are disabled for {phase}: fp8attn does not support them in SGLang")

@@ -24,7 +24,7 @@ _OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), _NOT_RUN),
     ("enable_single_batch_overlap", (False,), _NOT_RUN),
     ("enable_pdmux", (False,), _NOT_RUN),
-    ("enable_mis", (False,), "several items of a prompt do not see each other, which fp8attn has not: leave it out"),
+    ("enable_mis", (False,), "several items of a prompt do not see each other, which fp8attn does not support: leave it out"),
     ("enable_streaming_session", (False,), _NOT_RUN),
     ("enable_session_radix_cache", (False,), _NOT_RUN),
     ("enable_nvidia_megakernel", (False,), _NOT_RUN),
@@ -97,7 +97,7 @@ def unsupported_model(model: Any, has_states: bool) -> str | None:
     if model.is_hybrid_swa:
         return "SGLang keeps layers with a window in a pool of their own: pass --disable-hybrid-swa-memory, which keeps all tokens"
     if model.attention_chunk_size is not None:
-        return f"its attention is in chunks of {model.attention_chunk_size} tokens, which fp8attn has not; {_OTHER}"
+        return f"its attention is in chunks of {model.attention_chunk_size} tokens, which fp8attn does not support; {_OTHER}"
     return None
 
 
@@ -117,5 +117,5 @@ def unsupported_layer(layer: Any) -> str | None:
         "attention in chunks": layer.use_irope,
     }
     if found := [name for name, given in has.items() if given]:
-        return f"layer {layer.layer_id} has {found[0]}, which fp8attn has not; {_OTHER}"
+        return f"layer {layer.layer_id} has {found[0]}, which fp8attn does not support; {_OTHER}"
     return None

@@ -1,4 +1,4 @@
-"""FP8 KV cache and attention for transformers models.
+"""An 8-bit KV cache and 8-bit attention for transformers models.
 
     import fp8attn.integrations.transformers as fp8
     model = AutoModelForCausalLM.from_pretrained(path)

@@ -42,9 +42,9 @@ def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_
     if head_dim not in HEAD_DIMS:
         return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, HEAD_DIMS))}; leave out --attention-backend"
     if alibi_slopes is not None:
-        return "it has ALiBi, which fp8attn has not; leave out --attention-backend"
+        return "it has ALiBi, which fp8attn does not support; leave out --attention-backend"
     if given := sorted(name for name, value in others.items() if value not in (None, False, -1)):
-        return f"its attention has {', '.join(given)}, which fp8attn has not; leave out --attention-backend"
+        return f"its attention has {', '.join(given)}, which fp8attn does not support; leave out --attention-backend"
     return None
 
 
