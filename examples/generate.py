@@ -27,7 +27,7 @@ inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
 
 cache = FP8Cache(model)  # also sets the model's attention implementation to "fp8_kv"
 # transformers 5.24 renames the argument, and warns: cache=cache
-out = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
+out = model.generate(**inputs, cache=cache, max_new_tokens=args.tokens, do_sample=False)
 
 print(tokenizer.decode(out[0]))
 pages = cache.pages(cache.fp8_layers[0])

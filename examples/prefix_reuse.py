@@ -36,7 +36,7 @@ if args.pages and args.pages.exists():
 else:
     cache = FP8Cache(model)
     with torch.inference_mode():
-        model(prefix, past_key_values=cache, logits_to_keep=1)
+        model(prefix, cache=cache, logits_to_keep=1)
     if args.pages:
         cache.save(args.pages, tokens=prefix)
 print(f"prompt of {prefix.shape[1]} tokens: {time.perf_counter() - start:.2f} s, {cache.nbytes:,} bytes")
@@ -45,5 +45,5 @@ for text in args.continuations:
     ids = torch.cat([prefix, tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to(device)], 1)
     start = time.perf_counter()
     branch = copy.deepcopy(cache)  # `cache` itself stays at the end of the prompt
-    out = model.generate(ids, past_key_values=branch, max_new_tokens=args.tokens, do_sample=False)  # computes the new tokens only
+    out = model.generate(ids, cache=branch, max_new_tokens=args.tokens, do_sample=False)  # computes the new tokens only
     print(f"\n{time.perf_counter() - start:.2f} s: {tokenizer.decode(out[0, prefix.shape[1] :])!r}")

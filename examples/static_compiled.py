@@ -35,14 +35,14 @@ options = {"mode": "reduce-overhead"} if gpu else {"backend": "aot_eager"}
 step = torch.compile(model, fullgraph=True, **options)
 
 with torch.inference_mode():
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits  # the prompt runs uncompiled: its length differs from call to call
+    logits = model(ids, cache=cache, logits_to_keep=1).logits  # the prompt runs uncompiled: its length differs from call to call
     position = torch.tensor([[ids.shape[1]]], device=device)
     tokens, times = [ids], []
     for _ in range(args.tokens):
         token = logits[:, -1:].argmax(-1)
         tokens.append(token)
         start = time.perf_counter()
-        logits = step(token, past_key_values=cache, position_ids=position).logits.clone()  # the next step overwrites a graph's output
+        logits = step(token, cache=cache, position_ids=position).logits.clone()  # the next step overwrites a graph's output
         position += 1
         if gpu:
             torch.cuda.synchronize()

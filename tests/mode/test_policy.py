@@ -84,6 +84,7 @@ def test_steps_of_a_schedule(net, x, steps):
         ({"skip": print}, "skip is a sequence"),
         ({"skip_last": -1}, "skip_last is a number of layers"),
         ({"min_length": -1}, "min_length is a number of tokens"),
+        ({"skip_first": True}, "skip_first is a number of layers, 0 or more; got True"),
         ({"skip_first": "2"}, "skip_first is a number of layers, 0 or more; got '2'"),
         ({"min_length": 1.5}, "min_length is a number of tokens, 0 or more; got 1.5"),
         ({"skip": 3}, r"skip is a sequence of layers, patterns and functions: pass \(3,\)"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checks import is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
@@ -64,7 +65,7 @@ class AttentionPolicy:
     def __post_init__(self) -> None:
         for name in ("min_length", "skip_first", "skip_last"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if not is_whole(value) or value < 0:
                 raise UsageError(f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}")
         if isinstance(self.skip, int | str) or callable(self.skip):
             raise UsageError(f"skip is a sequence of layers, patterns and functions: pass ({self.skip!r},)")

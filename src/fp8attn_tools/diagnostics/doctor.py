@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import fp8attn
 from fp8attn.backends import DENSE_BACKENDS, unsupported_reason
 from fp8attn.extras import hint
 from fp8attn.formats.page_layout import HEAD_DIMS, NARROW_HEAD_DIMS
@@ -51,7 +52,8 @@ def diagnose(measure: bool = True) -> list[Check]:
         measure: run the installed FP8 kernels, FlashAttention-3's builds among them, on the first Hopper GPU (`accumulation`). This takes
             milliseconds, plus the time to compile and load. Nothing else starts a kernel.
     """
-    checks = [Check("python", "info", platform.python_version()), Check("torch", "info", torch.__version__)]
+    versions = {"fp8attn": fp8attn.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    checks = [Check(name, "info", version) for name, version in versions.items()]
     for package, use in PACKAGES.items():
         try:
             checks.append(Check(package, "ok", importlib.metadata.version(package)))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fp8attn
 from fp8attn import backends
 from fp8attn_tools.diagnostics import accumulation, diagnose
 from fp8attn_tools.diagnostics.accumulation import Accumulation
@@ -12,6 +13,7 @@ from fp8attn_tools.diagnostics.doctor import _fp8_support
 def test_this_machine():
     checks = {check.name: check for check in diagnose()}
     assert checks["torch"].detail == torch.__version__
+    assert next(iter(checks.values())).detail == fp8attn.__version__  # a bug report begins with it
     assert checks["backend reference on cpu"].status == "ok"
     assert {check.status for check in checks.values()} <= {"ok", "no", "info"}
     if not torch.cuda.is_available():

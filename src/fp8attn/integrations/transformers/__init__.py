@@ -2,7 +2,7 @@
 
     import fp8attn.integrations.transformers as fp8
     model = AutoModelForCausalLM.from_pretrained(path)
-    model.generate(**inputs, past_key_values=fp8.FP8Cache(model))
+    model.generate(**inputs, cache=fp8.FP8Cache(model))
 
 Importing this registers an attention function and a mask function under the new name `fp8_kv` (`AttentionInterface.register`,
 `AttentionMaskInterface.register`). Nothing in transformers is replaced.
