@@ -21,8 +21,7 @@ def arithmetic(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndar
     if kind not in DTYPES:
         raise NotImplementedError(".".join(opcode))
     x = [warp.get(operand, kind) for operand in operands[1:]]
-    with np.errstate(all="ignore"):
-        out = _float(opcode, x) if kind in ("f32", "f16", "bf16", "f16x2", "bf16x2") else _integer(warp, opcode, operands, x, mask)
+    out = _float(opcode, x) if kind in ("f32", "f16", "bf16", "f16x2", "bf16x2") else _integer(warp, opcode, operands, x, mask)
     warp.put(operands[0], out, mask)
 
 
@@ -137,8 +136,7 @@ def _float(opcode: list[str], x: list[np.ndarray]) -> np.ndarray:
 
 
 def setp(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
-    with np.errstate(all="ignore"):
-        out = COMPARISONS[opcode[1]](*(warp.get(operand, opcode[-1]) for operand in operands[1:3]))
+    out = COMPARISONS[opcode[1]](*(warp.get(operand, opcode[-1]) for operand in operands[1:3]))
     if len(opcode) == 4:  # setp.lt.and.s32
         out = getattr(np, "logical_" + opcode[2])(out, warp.get(operands[3], "pred"))
     warp.put(operands[0], out, mask)
@@ -168,27 +166,26 @@ def mov(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
 
 def cvt(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     to, source = opcode[-2:]
-    with np.errstate(all="ignore"):
-        if to == "f16x2" and source == "e4m3x2":
-            codes = warp.get(operands[1], "b16")
-            out = E4M3_TO_F16[codes & 0xFF].astype(np.uint32) | E4M3_TO_F16[codes >> 8].astype(np.uint32) << 16
-        elif to == "e4m3x2":
-            if source == "f16x2":
-                pair = warp.get(operands[1], "b32")
-                values = [widened((half & 0xFFFF).astype(np.uint16), "f16") for half in (pair >> 16, pair)]
-            else:
-                values = [warp.get(o, "f32") for o in operands[1:]]
-            high, low = (rounded(x, to).astype(np.uint16) for x in values)
-            out = low | high << 8
-        elif to in ("f16x2", "bf16x2"):
-            high, low = (rounded(warp.get(o, "f32"), to[:-2]).astype(np.uint32) for o in operands[1:])
-            out = low | high << 16
-        elif to in ("f16", "bf16"):
-            out = rounded(warp.get(operands[1], "f32"), to)
-        elif source in ("f16", "bf16"):
-            out = widened(warp.get(operands[1], "b16"), source)
+    if to == "f16x2" and source == "e4m3x2":
+        codes = warp.get(operands[1], "b16")
+        out = E4M3_TO_F16[codes & 0xFF].astype(np.uint32) | E4M3_TO_F16[codes >> 8].astype(np.uint32) << 16
+    elif to == "e4m3x2":
+        if source == "f16x2":
+            pair = warp.get(operands[1], "b32")
+            values = [widened((half & 0xFFFF).astype(np.uint16), "f16") for half in (pair >> 16, pair)]
         else:
-            out = warp.get(operands[1], source).astype(DTYPES[to])
+            values = [warp.get(o, "f32") for o in operands[1:]]
+        high, low = (rounded(x, to).astype(np.uint16) for x in values)
+        out = low | high << 8
+    elif to in ("f16x2", "bf16x2"):
+        high, low = (rounded(warp.get(o, "f32"), to[:-2]).astype(np.uint32) for o in operands[1:])
+        out = low | high << 16
+    elif to in ("f16", "bf16"):
+        out = rounded(warp.get(operands[1], "f32"), to)
+    elif source in ("f16", "bf16"):
+        out = widened(warp.get(operands[1], "b16"), source)
+    else:
+        out = warp.get(operands[1], source).astype(DTYPES[to])
     warp.put(operands[0], out, mask)
 
 

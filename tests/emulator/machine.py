@@ -9,7 +9,7 @@ import numpy as np
 from . import arithmetic, lanes, matrices, movement, synchronization
 from .memory import Memory, TensorMap
 from .program import Program
-from .warp import DESCRIPTORS, Blocked, Cta, Shared, Warp
+from .warp import ALL, DESCRIPTORS, Blocked, Cta, Shared, Warp
 
 INSTRUCTIONS = {
     **arithmetic.INSTRUCTIONS, **movement.INSTRUCTIONS, **synchronization.INSTRUCTIONS, **lanes.INSTRUCTIONS, **matrices.INSTRUCTIONS,
@@ -41,6 +41,7 @@ class Machine:
             params[name] = value
         self.shared = Shared(self.program, memory, params, maps, shared, grid, lambda: self.random.random() < 0.5)
 
+    @np.errstate(all="ignore")  # once, and not at each instruction
     def run(self, resident: int = 4, quantum: int = 400, late: tuple[int, ...] = ()) -> None:
         """Run all CTAs, `resident` of them at a time. Warps alternate, each for up to `quantum` instructions.
 
@@ -68,8 +69,8 @@ class Machine:
                     moved |= self._advance(cta.warps[index], 1)
                 moved |= others
             if not moved and not any(cta.copies for cta in ctas):
-                raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.done.all()))
-            ctas = [cta for cta in ctas if not all(w.done.all() for w in cta.warps)]
+                raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.ended))
+            ctas = [cta for cta in ctas if not all(w.ended for w in cta.warps)]
         self.memory.sync()
 
     def _where(self, warp: Warp) -> str:
@@ -81,7 +82,7 @@ class Machine:
         """Execute up to `steps` instructions of a warp. Returns whether there was one."""
         moved = False
         for _ in range(steps):
-            if warp.parked or warp.done.all():
+            if warp.parked or warp.ended:
                 break
             try:
                 self._step(warp)
@@ -95,8 +96,8 @@ class Machine:
 
     def _step(self, warp: Warp) -> None:
         split = not isinstance(warp.pc, int)
-        pc = int(warp.pc[~warp.done].min()) if split else warp.pc
-        active = (warp.pc == pc) & ~warp.done if split else ~warp.done
+        pc = int(warp.pc[warp.running].min()) if split else warp.pc
+        active = (warp.pc == pc) & warp.running if split else warp.running
         predicate, negated, opcode, operands = self.program.code[pc]
         mask = active
         if predicate is not None:
@@ -109,14 +110,14 @@ class Machine:
             table = np.array([self.program.labels[x] for x in self.program.tables[operands[1]]])
             target = table[np.where(mask, warp.registers[operands[0]], 0)]
         elif opcode[0] == "ret":
-            warp.done |= mask
-        elif mask.any() or "sync" in opcode:
+            warp.end(mask)
+        elif mask is ALL or mask.any() or "sync" in opcode:
             self.functions[pc](warp, opcode, operands, mask, active)
         if split or target is not None:
             following = np.where(active, pc + 1, warp.pc if split else pc + 1)
             if target is not None:
                 following = np.where(mask, target, following)
-            alive = following[~warp.done]
+            alive = following[warp.running]
             warp.pc = int(alive[0]) if alive.size and (alive == alive[0]).all() else following
         else:
             warp.pc = pc + 1

@@ -34,10 +34,9 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
     left = left.reshape(2, 2, 8, 4, each).transpose(1, 2, 0, 3, 4).reshape(16, 8 * each)  # [k half, row half, group, thread, element]
     right = right.reshape(2, 8, 4, each).transpose(0, 2, 3, 1).reshape(8 * each, 8)
     more = np.stack([warp.get(x, kind) for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8).astype(wide)
-    with np.errstate(all="ignore"):
-        out = left @ right + more
-        assert kind == "f32" or (np.abs(out) < 2**31).all(), "an INT32 sum overflows"
-        out = out.astype(np.float32 if kind == "f32" else np.int32).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
+    out = left @ right + more
+    assert kind == "f32" or (np.abs(out) < 2**31).all(), "an INT32 sum overflows"
+    out = out.astype(np.float32 if kind == "f32" else np.int32).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
     for register, value in zip(d, out, strict=True):
         warp.put(register, value.copy(), mask)
 
@@ -67,17 +66,16 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
     else:
         left = _matrix(warp, operands[1], 64)[16 * (warp.index % 4) :][:16]
     right = _matrix(warp, operands[2], columns)
-    with np.errstate(all="ignore"):
-        if opcode[5] == "s32":
-            left, right = (x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True))
-            product = (left @ right.T).astype(np.int32)
-        else:
-            product = E4M3[left] @ E4M3[right].T
-        product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)
-        scale = warp.get(operands[3], "pred") if operands[3][0] == "%" else np.full(32, operands[3] != "0")
-        for register, more in zip(elements(operands[0]), product, strict=True):
-            before = warp.get(register, opcode[5])
-            warp.put(register, np.where(scale, before, before.dtype.type(0)) + more, mask)
+    if opcode[5] == "s32":
+        left, right = (x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True))
+        product = (left @ right.T).astype(np.int32)
+    else:
+        product = E4M3[left] @ E4M3[right].T
+    product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)
+    scale = warp.get(operands[3], "pred") if operands[3][0] == "%" else np.full(32, operands[3] != "0")
+    for register, more in zip(elements(operands[0]), product, strict=True):
+        before = warp.get(register, opcode[5])
+        warp.put(register, np.where(scale, before, before.dtype.type(0)) + more, mask)
 
 
 def _matrix(warp: Warp, descriptor: str, rows: int) -> np.ndarray:

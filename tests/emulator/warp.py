@@ -13,6 +13,8 @@ from .order import Order
 from .program import Program
 
 LANES = np.arange(32)
+ALL = np.ones(32, bool)  # most instructions are of all lanes: a mask that is this object is not looked at
+ALL.setflags(write=False)
 DESCRIPTORS = 0xDE5C0000  # tensor maps are kernel parameters; their "addresses" begin here
 DTYPES = {
     name: np.dtype(dtype)
@@ -71,6 +73,8 @@ class Warp:
     Attributes:
         pc: an int while the lanes agree and an array when they do not (the lowest goes first).
         done: the lanes that have returned.
+        running: the others.
+        ended: whether there are none.
         registers: a value a lane. An array is replaced, never written to.
         parked: where the warp waits for others: a key of `Cta.waiting`.
         copies: those of cp.async that have not landed.
@@ -81,7 +85,7 @@ class Warp:
         launch = cta.launch
         self.cta, self.launch, self.index = cta, launch, index
         self.pc: int | np.ndarray = 0
-        self.done = np.zeros(32, bool)
+        self.done, self.running, self.ended = np.zeros(32, bool), ALL, False
         self.flying = cta.order.flying[index]
         self.registers = {name: np.zeros(32, DTYPES[kind]) for name, kind in launch.program.registers.items()}
         self.registers["%tid.x"] = (index * 32 + LANES).astype(np.uint32)
@@ -92,6 +96,12 @@ class Warp:
         self.parked: tuple | None = None
         self.copies: list[Callable[[], None]] = []
         self.sends: list[list[Callable[[], None]]] = [[]]
+
+    def end(self, mask: np.ndarray) -> None:
+        """The lanes of `mask` return."""
+        self.done = self.done | mask
+        self.running = ~self.done
+        self.ended = bool(self.done.all())
 
     def get(self, name: str, kind: str) -> np.ndarray:
         """An operand as PTX's type `kind`."""
@@ -115,7 +125,7 @@ class Warp:
         value = np.asarray(value)
         if value.dtype != old.dtype:
             value = value.view(old.dtype) if value.itemsize == old.itemsize else value.astype(old.dtype)
-        self.registers[name] = value if mask.all() else np.where(mask, value, old)
+        self.registers[name] = value if mask is ALL or mask.all() else np.where(mask, value, old)
 
     def address(self, text: str) -> np.ndarray:
         """`[%rd1 + 16]`"""
