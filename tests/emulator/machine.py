@@ -8,7 +8,7 @@ import numpy as np
 
 from . import arithmetic, lanes, matrices, movement, synchronization
 from .memory import Memory, TensorMap
-from .program import Program
+from .program import program
 from .warp import ALL, DESCRIPTORS, Blocked, Cta, Shared, Warp
 
 INSTRUCTIONS = {
@@ -27,7 +27,7 @@ class Machine:
     """
 
     def __init__(self, ptx: str, shared: int, memory: Memory, arguments: list, grid: int, seed: int = 0) -> None:
-        self.program, self.memory, self.grid = Program(ptx), memory, grid
+        self.program, self.memory, self.grid = program(ptx), memory, grid
         self.functions = [INSTRUCTIONS.get(x.opcode[0], arithmetic.arithmetic) for x in self.program.code]
         self.random = random.Random(seed)
         params, maps = {}, []

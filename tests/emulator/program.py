@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 
@@ -81,9 +81,15 @@ class Program:
 
     def _add(self, text: str, scope: int, local: dict[str, str]) -> None:
         for name, unique in local.items():
-            text = re.sub(rf"(?<![\w%$.]){re.escape(name)}(?![\w.])", unique, text)
+            if name in text:
+                text = re.sub(rf"(?<![\w%$.]){re.escape(name)}(?![\w.])", unique, text)
         negated, predicate, opcode, rest = re.match(r"(?:@(!?)(\S+)\s+)?(\S+)\s*(.*)", text, re.S).groups()
         operands = split(rest)
         if opcode.startswith("bra") and operands[0][0] != "$":
             operands = [f"{operands[0]}.{scope}"]
         self.code.append(Instruction(predicate, bool(negated), opcode.split("."), operands))
+
+
+@lru_cache(8)  # a test may launch a kernel several times
+def program(ptx: str) -> Program:
+    return Program(ptx)

@@ -24,6 +24,9 @@ DTYPES = {
         "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
     }.items()
 }  # fmt: skip
+ZEROS = {kind: np.zeros(32, dtype) for kind, dtype in DTYPES.items()}  # what a register is at first
+for zeros in ZEROS.values():
+    zeros.setflags(write=False)
 
 
 class Blocked(Exception):
@@ -87,7 +90,7 @@ class Warp:
         self.pc: int | np.ndarray = 0
         self.done, self.running, self.ended = np.zeros(32, bool), ALL, False
         self.flying = cta.order.flying[index]
-        self.registers = {name: np.zeros(32, DTYPES[kind]) for name, kind in launch.program.registers.items()}
+        self.registers = {name: ZEROS[kind] for name, kind in launch.program.registers.items()}
         self.registers["%tid.x"] = (index * 32 + LANES).astype(np.uint32)
         self.registers["%laneid"] = LANES.astype(np.uint32)
         self.registers["%dynamic_smem_size"] = np.full(32, launch.size, np.uint32)
