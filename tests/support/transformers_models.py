@@ -222,7 +222,7 @@ def prompt(batch=2, length=150):
 
 
 @torch.no_grad()
-def logits(model, cache, ids, mask=None, steps=12):
+def logits(model, cache, ids, mask=None, steps=6):
     """Logits of a prefill of all but `steps` tokens, and of the rest one by one."""
     n = ids.shape[1] - steps
     outs = [model(ids[:, :n], attention_mask=None if mask is None else mask[:, :n], past_key_values=cache).logits]
@@ -234,7 +234,7 @@ def logits(model, cache, ids, mask=None, steps=12):
 
 def generated(model, cache, ids, **options):
     """Tokens after the prompt, and their logits."""
-    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True} | options
+    options = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True} | options
     out = model.generate(ids, past_key_values=cache, **options)
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
 

@@ -265,7 +265,7 @@ def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widt
         cache = copy.deepcopy(cache)
     widths.clear()
     assert torch.equal(logits(llama, cache, ids), expected)
-    assert widths == [2] * 3 + [8] * 3 * 12
+    assert widths == [2] * 3 + [8] * 3 * 6
 
 
 def test_a_narrow_table_changes_no_values():
@@ -311,7 +311,7 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
         llama(ids[:, 100:], past_key_values=cache)
     cache.reset()
     assert torch.equal(logits(llama, cache, ids), expected)
-    assert widths == [8] * 3 * (1 + 1 + 13)
+    assert widths == [8] * 3 * (1 + 1 + 7)
 
 
 def test_tokens_that_the_host_does_not_know_of_are_not_left_out(llama):
