@@ -1,15 +1,33 @@
-"""One thread for each worker; Triton's interpreter where there is no GPU; a small model and tokenizer, built in every session."""
+"""One thread for each worker; Triton's interpreter where there is no GPU; no coverage of what it would only slow; a small model and
+tokenizer, built in every session."""
 
 import lzma
 import os
 import string
 import sys
+from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
-import torch
+
+
+@contextmanager
+def untraced():
+    """Coverage measures nothing here. Its trace function makes Python 3.11 take its slow path for every instruction of every module, not
+    only of those that are measured."""
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
+with untraced():
+    import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first import of Triton, which looks once
@@ -17,11 +35,16 @@ if not torch.cuda.is_available():
 # The workers of xdist share the cores: two threads in each wait for each other more than they work.
 torch.set_num_threads(1)
 
+if sys.gettrace() is not None:  # what most of the tests import takes half as long again where it is traced
+    with untraced():
+        for name in ("transformers.generation.utils", "diffusers.models.transformers", "matplotlib.pyplot"):
+            import_module(name)
+
 
 def pytest_configure():
     """Triton's interpreter replaces the functions of `triton.language` by its own at every launch, and again wherever a kernel calls a
     `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the time. Coverage does not measure
-    kernels, and its trace function, which would be called for each of their lines, would take as long again."""
+    kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -41,14 +64,19 @@ def pytest_configure():
 
     def launch_anew(executor, *args, **kwargs):
         replaced.clear()
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
+        with untraced():
             return launch(executor, *args, **kwargs)
-        finally:
-            sys.settrace(trace)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Most of the time of slow tests is Dynamo's and transformers'. What they run of fp8attn, others run, too."""
+    if item.get_closest_marker("slow") is None:
+        return (yield)
+    with untraced():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ def rows(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_every_system_answers(rows):
     assert {impl for case, impl in rows if case == "plain"} == {*needle.IMPLS}
     for (case, impl), row in rows.items():
@@ -56,6 +57,7 @@ def test_every_system_answers(rows):
         assert (case, impl) == (row["case"], row["impl"]) and ("difference" in row) == (impl != "bf16")
 
 
+@pytest.mark.slow
 def test_answers_that_are_exact_stay_right(rows):
     """BF16 and our cache find the needles of short prompts, also beside planted outliers, and 8 bits without them."""
     right = {key: row["accuracy"] for key, row in rows.items()}

@@ -6,6 +6,8 @@ pytest.importorskip("matplotlib")
 
 from evidence import pictures
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", pictures.PLOTS)
 def test_a_picture_is_drawn(name, tmp_path, monkeypatch):

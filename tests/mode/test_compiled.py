@@ -9,6 +9,8 @@ import torch
 from fp8attn.mode import AttentionPolicy, fp8_attention
 from tests.mode.nets import ANY, Net
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # eager runs the graph as it is, under the mode
 def test_a_whole_model_compiled_before(net, x, graphs, backend):
