@@ -16,7 +16,7 @@ import torch
 
 from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from ..errors import UsageError
-from ..mode import AttentionCall, AttentionPolicy, AttentionReport
+from ..mode import AttentionPolicy, AttentionReport
 
 KEY = "optimized_attention_override"
 Attend = Callable[..., torch.Tensor]
@@ -105,20 +105,10 @@ class AttentionOverride:
             from_the_end = bool(policy.skip_last) or min(policy.layers, default=0) < 0
             if block is None or (total is None and from_the_end):
                 return "left out by block: the model does not say which block this is"
-            total = total or 0  # not needed
-            if block < policy.skip_first:
-                return "left out by skip_first"
-            if policy.skip_last and block >= total - policy.skip_last:
-                return "left out by skip_last"
-            if block in {layer + total if layer < 0 else layer for layer in policy.layers}:
-                return "left out by skip"
-        if query.shape[-2] < policy.min_length or key.shape[-2] < policy.min_length:
-            return f"shorter than {policy.min_length} tokens"
-        call = AttentionCall(None, block, query.shape, key.shape, is_causal=False)
-        for function in policy.functions:
-            if function(call):
-                return f"left out by {getattr(function, '__name__', type(function).__name__)}"
-        return None
+            total = block + 1 if total is None else total  # then none counts from the end
+            if (reason := policy.layer_reason(block, total)) is not None:
+                return reason
+        return policy.call_reason(None, block, query, key, is_causal=False)
 
     def _follow(self, sigmas: torch.Tensor | None, schedule: torch.Tensor | None) -> bool:
         """Set the report's step: the place in the schedule whose noise is nearest. Returns whether it is known."""

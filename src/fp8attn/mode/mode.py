@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from ..errors import UsageError
 from .graph import attend_in_graph, count_runs
-from .policy import AttentionCall, AttentionPolicy
+from .policy import AttentionPolicy
 from .report import AttentionReport, ModuleCalls
 from .sites import Site, hooks_on, thread
 
@@ -188,20 +188,13 @@ class _Mode(TorchFunctionMode):
 
     def _reason(self, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
         """Why the policy skips this call; None: it does not."""
-        site, policy = self.site, self.policy
+        site = self.site
         if not self.report.step_runs:
             return "left out by steps"
         if site is not None and site.reason is not None:
             return site.reason
-        if query.shape[-2] < policy.min_length or key.shape[-2] < policy.min_length:
-            return f"shorter than {policy.min_length} tokens"
-        if policy.functions:
-            name, layer = (None, None) if site is None else (site.name, site.layer)
-            call = AttentionCall(name, layer, query.shape, key.shape, is_causal)
-            for function in policy.functions:
-                if function(call):
-                    return f"left out by {getattr(function, '__name__', type(function).__name__)}"
-        return None
+        name, layer = (None, None) if site is None else (site.name, site.layer)
+        return self.policy.call_reason(name, layer, query, key, is_causal)
 
 
 def _deciding() -> _Mode | None:

@@ -91,6 +91,23 @@ class AttentionPolicy:
         """The functions in `skip`."""
         return tuple(item for item in self.skip if not isinstance(item, int | str))
 
+    def layer_reason(self, layer: int, total: int) -> str | None:
+        """Why a layer, of `total`, is skipped by its number; None: it is not."""
+        if layer < self.skip_first:
+            return "left out by skip_first"
+        if layer >= total - self.skip_last:
+            return "left out by skip_last"
+        return f"left out by number ({layer})" if layer in self.layers or layer - total in self.layers else None
+
+    def call_reason(self, name: str | None, layer: int | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
+        """Why a call is skipped by its length or by a function; None: it is not."""
+        if query.shape[-2] < self.min_length or key.shape[-2] < self.min_length:
+            return f"shorter than {self.min_length} tokens"
+        for function in self.functions:
+            if function(AttentionCall(name, layer, query.shape, key.shape, is_causal)):
+                return f"left out by {getattr(function, '__name__', type(function).__name__)}"
+        return None
+
     def takes_step(self, index: int) -> bool:
         """Whether a diffusion step runs in FP8."""
         if self.steps is None:

@@ -125,7 +125,6 @@ def _sites(
         )
     if wrong := [number for number in policy.layers if not -len(layers) <= number < len(layers)]:
         raise UsageError(f"skip names layers {wrong}, and the model has layers 0 to {len(layers) - 1} (-1 is the last)")
-    numbers = {number % len(layers) for number in policy.layers}
     for i, layer in enumerate(layers):
         if layer not in names:
             raise UsageError(f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()")
@@ -149,12 +148,9 @@ def _sites(
         own = index.get(module)  # of a layer itself
         number = own if own is not None or parent is None else parent.layer
         reason = None if parent is None else parent.reason
-        if own is not None and own < policy.skip_first:
-            reason = "left out by skip_first"
-        elif own is not None and own >= len(layers) - policy.skip_last:
-            reason = "left out by skip_last"
-        elif own in numbers:
-            reason = f"left out by number ({own})"
+        by_number = None if own is None else policy.layer_reason(own, len(layers))
+        if by_number is not None:
+            reason = by_number
         elif matched is not None:
             reason = f"left out by name ({matched})"
         sites[module] = by_name[name] = Site(name, number, reason, parent, slot, module, copies)
