@@ -104,15 +104,28 @@ class Engines:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
         self.processes = {impl: Beside(vllm_engine.serve, SECONDS) for impl in IMPLS}
+        try:
+            self._start()
+            self.checks = list(self._checked())
+        except BaseException:
+            self._stop()
+            raise
+
+    def _start(self) -> None:
+        """Start the engines side by side, and beside them compile our kernels."""
         kernels = Beside(vllm_engine.compile_kernels, SECONDS)
-        long = LONG.get(model, 0) if _is_large() else 0
+        long = LONG.get(self.model, 0) if _is_large() else 0
         with ThreadPoolExecutor() as pool:
-            ahead = None if TINY else pool.submit(kernels, model)
-            list(pool.map(lambda impl: self.ask(impl, "start", model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
+            ahead = None if TINY else pool.submit(kernels, self.model)
+            list(pool.map(lambda impl: self.ask(impl, "start", self.model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
             if ahead is not None:
                 ahead.result()
         kernels.end()
-        self.checks = list(self._checked())
+
+    def _stop(self) -> None:
+        for process in self.processes.values():
+            process.end()
+        self.folder.cleanup()
 
     @classmethod
     def of(cls, model: str) -> Engines:
@@ -125,9 +138,7 @@ class Engines:
     @classmethod
     def end(cls) -> None:
         if cls.running is not None:
-            for process in cls.running.processes.values():
-                process.end()
-            cls.running.folder.cleanup()
+            cls.running._stop()
             cls.running = None
 
     def log(self, impl: str) -> Path:
