@@ -31,7 +31,7 @@ test: check .venv/.dev
 	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" -n 2
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 -n 2 --dist worksteal
 
-# vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 20 to test. CI has it as a job of its own.
+# vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 20 to 35 to test. CI has it as a job of its own.
 test-vllm: .venv/.vllm
 	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
