@@ -115,12 +115,14 @@ class Engines:
         """Start the engines side by side, and beside them compile our kernels."""
         kernels = Beside(vllm_engine.compile_kernels, SECONDS)
         long = LONG.get(self.model, 0) if _is_large() else 0
-        with ThreadPoolExecutor() as pool:
-            ahead = None if TINY else pool.submit(kernels, self.model)
-            list(pool.map(lambda impl: self.ask(impl, "start", self.model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
-            if ahead is not None:
-                ahead.result()
-        kernels.end()
+        try:
+            with ThreadPoolExecutor() as pool:
+                ahead = None if TINY else pool.submit(kernels, self.model)
+                list(pool.map(lambda impl: self.ask(impl, "start", self.model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
+                if ahead is not None:
+                    ahead.result()
+        finally:
+            kernels.end()
 
     def _stop(self) -> None:
         for process in self.processes.values():

@@ -53,7 +53,7 @@ def test_generate_on_two_gpus(model, divided, ids, mask, options, tmp_path):  # 
         model(ids, attention_mask=mask, past_key_values=cache)
     cache.save(tmp_path / "prompt")
     more = torch.cat([ids, found[0][:, :1]], 1)
-    longer = torch.cat([mask, mask[:, :1]], 1).index_fill(1, torch.tensor([ids.shape[1]], device="cuda"), 1)
+    longer = torch.nn.functional.pad(mask, (0, 1), value=1)
     ones, twos = (
         generated(each, FP8Cache.load(tmp_path / "prompt", each, max_cache_len=length), more, longer, disable_compile=True)[0]
         for each in (model, divided)

@@ -99,11 +99,8 @@ def test_blocks():
     policy = AttentionPolicy(min_length=0, skip_first=1, skip_last=2, skip=(3, -4))
     found = [reasons(policy, block_index=i, total_blocks=8, block_type="double") for i in range(8)]
     assert [reason is None for reason in found] == [False, True, True, False, False, True, False, False]
-    assert (
-        found[0] == "left out by skip_first"
-        and found[3:5] == ["left out by number (3)", "left out by number (4)"]
-        and found[7] == "left out by skip_last"
-    )
+    assert found[0] == "left out by skip_first" and found[7] == "left out by skip_last"
+    assert found[3:5] == ["left out by number (3)", "left out by number (4)"]
     assert "does not say which block" in reasons(policy) and "does not say which block" in reasons(policy, block_index=2)
     assert reasons(AttentionPolicy(min_length=0, skip_first=1), block_index=2) is None  # the number of blocks is not needed
     assert reasons(AttentionPolicy(min_length=S + 1)) == f"shorter than {S + 1} tokens"

@@ -71,20 +71,17 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> Packed:
     return tensors, {"format": FORMAT if cache.window is None else WINDOWED} | {name: json.dumps(value) for name, value in written.items()}
 
 
-def join(parts: list[Packed], places: list[list[int]]) -> Packed:
-    """What `pack` would return of one cache with the layers of several, which hold the same sequences.
-
-    Args:
-        parts: what `pack` returned of each.
-        places: for each, the numbers that its layers have in the one cache.
-    """
+def join(parts: list[tuple[Packed, list[int]]]) -> Packed:
+    """What `pack` would return of one cache with the layers of several, which hold the same sequences: of each, what `pack` returned, and
+    the numbers that its layers have in the one cache."""
     tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
     rotated: dict[int, bool] = {}
-    for (mine, about), numbers in zip(parts, places, strict=True):
-        tensors |= {_renumbered(name, dict(enumerate(numbers))): x for name, x in mine.items()}
-        rotated |= dict(zip(numbers, json.loads(about["rotate_keys"]), strict=True))
+    for (mine, metadata), layers in parts:
+        tensors |= _renumbered(mine, dict(enumerate(layers)))
+        rotated |= dict(zip(layers, json.loads(metadata["rotate_keys"]), strict=True))
     written = {"num_layers": len(rotated), "rotate_keys": [rotated[layer] for layer in range(len(rotated))]}
-    return tensors, parts[0][1] | {name: json.dumps(value) for name, value in written.items()}
+    return tensors, metadata | {name: json.dumps(value) for name, value in written.items()}
 
 
 def take(tensors: dict[str, torch.Tensor], metadata: dict[str, str], layers: list[int], path: str | Path) -> Packed:
@@ -92,23 +89,22 @@ def take(tensors: dict[str, torch.Tensor], metadata: dict[str, str], layers: lis
     try:
         rotated = json.loads(metadata["rotate_keys"])
         written = {"num_layers": len(layers), "rotate_keys": [rotated[layer] for layer in layers]}
+        taken = _renumbered(tensors, {layer: number for number, layer in enumerate(layers)})
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
-    numbers = {layer: number for number, layer in enumerate(layers)}
-    taken = {_renumbered(name, numbers): x for name, x in tensors.items() if _layer_of(name) in (None, *layers)}
     return taken, metadata | {name: json.dumps(value) for name, value in written.items()}
 
 
-def _layer_of(name: str) -> int | None:
-    """The number of the layer in the name of a tensor; None: the tensor is of all layers."""
-    number = name.split(".")[1] if "." in name else ""
-    return int(number) if number.isdigit() else None
-
-
-def _renumbered(name: str, numbers: dict[int, int]) -> str:
-    """The name of a tensor with another number of its layer."""
-    layer = _layer_of(name)
-    return name if layer is None else name.replace(f".{layer}", f".{numbers[layer]}", 1)
+def _renumbered(tensors: dict[str, torch.Tensor], numbers: dict[int, int]) -> dict[str, torch.Tensor]:
+    """The tensors of the layers in `numbers`, by their new numbers, and those that are of all layers."""
+    found = {}
+    for name, x in tensors.items():
+        kind, *rest = name.split(".", 2)
+        if not rest:
+            found[name] = x
+        elif (layer := int(rest[0])) in numbers:
+            found[".".join([kind, str(numbers[layer]), *rest[1:]])] = x
+    return found
 
 
 def unpack(

@@ -97,7 +97,8 @@ class AttentionPolicy:
             return "left out by skip_first"
         if layer >= total - self.skip_last:
             return "left out by skip_last"
-        return f"left out by number ({layer})" if layer in self.layers or layer - total in self.layers else None
+        named = not {layer, layer - total}.isdisjoint(self.layers)
+        return f"left out by number ({layer})" if named else None
 
     def call_reason(self, name: str | None, layer: int | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
         """Why a call is skipped by its length or by a function; None: it is not."""

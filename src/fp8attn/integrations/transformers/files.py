@@ -140,8 +140,8 @@ def _restore_states(layer: LinearAttentionCacheLayerMixin, states: dict[str, tor
         layer.has_previous_state[int(number)] = True
 
 
-# A file is the same wherever the layers are: it has the layers of one shape together, those of all devices. Names of the second shape and
-# of those after it begin with its number.
+# A file does not depend on devices: it has all layers of a shape together. Names of the second shape and of those after it begin with its
+# number.
 
 
 def _pack(groups: list[FP8Layers], seqs: Sequence[int] | None) -> storage.Packed:
@@ -149,8 +149,7 @@ def _pack(groups: list[FP8Layers], seqs: Sequence[int] | None) -> storage.Packed
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
     for start, parts in _by_shape(groups):
-        packed = [storage.pack(group.paged, seqs) for group, _ in parts if group.paged is not None]
-        more, about = storage.join(packed, [places for _, places in parts]) if len(parts) > 1 else packed[0]
+        more, about = storage.join([(storage.pack(group.paged, seqs), places) for group, places in parts if group.paged is not None])
         tensors |= {f"{start}{name}": x for name, x in more.items()}
         metadata |= {f"{start}{name}": x for name, x in about.items()}
     return tensors, metadata
@@ -166,7 +165,7 @@ def _unpacked(
             {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)},
         )
         for group, places in parts:
-            yield group, storage.take(*of_shape, places, path) if len(parts) > 1 else of_shape
+            yield group, storage.take(*of_shape, places, path)
 
 
 def _by_shape(groups: list[FP8Layers]) -> Iterator[tuple[str, list[tuple[FP8Layers, list[int]]]]]:
