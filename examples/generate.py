@@ -26,8 +26,7 @@ model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if
 inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
 
 cache = FP8Cache(model)  # also sets the model's attention implementation to "fp8_kv"
-# transformers 5.24 renames the argument, and warns: cache=cache
-out = model.generate(**inputs, cache=cache, max_new_tokens=args.tokens, do_sample=False)
+out = model.generate(**inputs, cache=cache, max_new_tokens=args.tokens, do_sample=False)  # transformers before 5.24: past_key_values=cache
 
 print(tokenizer.decode(out[0]))
 pages = cache.pages(cache.fp8_layers[0])

@@ -159,7 +159,7 @@ class FP8Cache(Cache):
             model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
             tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
             max_cache_len, exact, batch_invariant, backend: as `FP8Cache` takes them.
-            device: the device of the pages. None: those of the model's layers, which must be known: not of a model that is offloaded whole.
+            device: the device of the pages. None: those of the model's layers; of a model that is offloaded whole they are not known.
         Raises:
             UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
         """
