@@ -25,10 +25,10 @@ class MissingPackageError(ModuleNotFoundError, UsageError):
 
 
 def hint(extra: str) -> str:
-    """How to install an extra. It names the clone, because no package index has fp8attn."""
+    """How to install an extra. pip finds fp8attn installed, from wherever it came, and asks an index for the extra's packages only."""
     if extra not in PACKAGES:
         raise ValueError(f"fp8attn has no extra {extra!r}; its extras are {', '.join(PACKAGES)}")
-    return f'run pip install ".[{extra}]" in a clone of fp8attn'
+    return f'run pip install "fp8attn[{extra}]"'
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from . import address
 from .notes import ROOT, notes, version
 
 
@@ -27,6 +28,22 @@ def test_a_release_has_the_notes_of_its_version_only():
     for release in ("0.3.0", "0.2", "1.0.0"):
         with pytest.raises(SystemExit, match=f"no notes below a heading '## {release} "):
             notes(release, changelog)
+
+
+def test_what_is_published_has_the_address_of_the_repository():
+    """Every link of README.md to a file becomes one to that file at the tag, and pyproject.toml is as before but for the links."""
+    host, here = "https://github.com/someone/fp8attn", (ROOT / "README.md").read_text()
+    text = address.readme(here, host, "v0.2.0")
+    assert f"\ngit clone {host} fp8attn && cd fp8attn\n" in text and "URL" not in text
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", text)
+    for image, link in links:
+        path = link.removeprefix(f"{host}/{'raw' if image else 'blob'}/v0.2.0/").partition("#")[0]
+        assert link.startswith(("https://", "#")) and ("://" in path or not path or (ROOT / path).is_file()), link
+    assert len(links) == len(re.findall(r"\]\(", here)) and {image for image, _ in links} == {"", "!"}
+    before = (ROOT / "pyproject.toml").read_text()
+    after = tomllib.loads(address.project(before, host, "v0.2.0"))
+    assert after["project"].pop("urls")["Repository"] == host
+    assert after == tomllib.loads(before)
 
 
 def test_one_version_everywhere():

@@ -11,12 +11,12 @@ import re
 import pytest
 
 from ..test_readme import ROOT, blocks, shown
-from .environments import environment, run
+from .environments import CONSTRAINTS, environment, run
 
 pytestmark = pytest.mark.slow
 
 MODEL = ROOT / "models/stdlib-llama"
-HINT = 'is not installed; run pip install ".[{}]" in a clone of fp8attn'
+HINT = 'is not installed; run pip install "fp8attn[{}]"'
 CORE = """
 import importlib.metadata, torch, fp8attn
 cache = fp8attn.PagedKVCache(num_kv_heads=2, head_dim=64, num_layers=1, num_seqs=2)
@@ -64,6 +64,8 @@ def test_without_an_extra(tmp_path):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
         assert re.fullmatch(rf"fp8attn: \w+ {re.escape(HINT.format('cli'))}\n", commands)
+        found = run(python, "-m", "pip", "install", "--dry-run", "-c", CONSTRAINTS, "fp8attn[plot]", cwd=tmp_path)  # as the errors say
+        assert "already satisfied: fp8attn[plot] in" in found and re.search(r"Would install .*matplotlib", found)
         code = "from fp8attn.integrations.vllm import options, unsupported_release as u; print(u('0.33.0'), u('9.0'), options.Options())"
         printed = run(python, "-c", code, cwd=tmp_path)
         assert "None fp8attn works in vLLM 0.26 to " in printed and "Options(" in printed
@@ -90,9 +92,9 @@ def test_cli(tmp_path):
         assert "self.x = x" in run(command, "generate", prompt, "--model", MODEL, "--max-new-tokens", "8", cwd=tmp_path)
         asked = ("evaluate", "perplexity", "--model", MODEL, "--context", "64", "--windows", "2")
         assert re.search(r"\nFP8 +\d", run(command, *asked, cwd=tmp_path))
-        assert '".[public]"' in run(command, "generate", prompt, "--model", "smollm2", cwd=tmp_path, code=2)
+        assert '"fp8attn[public]"' in run(command, "generate", prompt, "--model", "smollm2", cwd=tmp_path, code=2)
         ruler = ("evaluate", "needle", "--model", MODEL, "--task", "niah_single_1", "--lengths", "1024", "--samples", "1")
-        assert '".[ruler]"' in run(command, *ruler, cwd=tmp_path, code=2)
+        assert '"fp8attn[ruler]"' in run(command, *ruler, cwd=tmp_path, code=2)
 
 
 @pytest.mark.release

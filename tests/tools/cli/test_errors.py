@@ -217,7 +217,7 @@ def test_foreign_scales(monkeypatch, capsys, tiny_model, scales_file):
 def test_missing_extra(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "fp8attn_tools.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)
-    assert fail(monkeypatch, capsys, "doctor") == 'fp8attn: typer is not installed; run pip install ".[cli]" in a clone of fp8attn'
+    assert fail(monkeypatch, capsys, "doctor") == 'fp8attn: typer is not installed; run pip install "fp8attn[cli]"'
 
 
 def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
@@ -227,7 +227,7 @@ def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model
     tasks = ("--model", tiny_model, "--task", "recall,niah_multikey_2", "--lengths", 600)
     for command in (("needle",), ("--report", tmp_path)):
         options = (*command, *tasks) if command == ("needle",) else (*command, *tasks, "--context", 300, "--windows", 1)
-        assert fail(monkeypatch, capsys, "evaluate", *options).endswith('run pip install ".[ruler]" in a clone of fp8attn')
+        assert fail(monkeypatch, capsys, "evaluate", *options).endswith('run pip install "fp8attn[ruler]"')
 
 
 @pytest.mark.parametrize("command", [("needle", "--plot", "needle.png"), ("--report", "folder")])
@@ -237,7 +237,7 @@ def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command
         monkeypatch.delattr(f"fp8attn_tools.cli.{name}")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(models, "load", never)
-    hint = 'run pip install ".[cli]" in a clone of fp8attn'
+    hint = 'run pip install "fp8attn[cli]"'
     assert fail(monkeypatch, capsys, "evaluate", *command) == f"fp8attn: matplotlib is not installed; {hint}"
 
 

@@ -54,9 +54,7 @@ def test_what_does_not_fit(tokenizer, committed):
 
 def test_without_lm_eval(committed, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler", None)
-    with pytest.raises(
-        ValueError, match=r'niah_single_1 needs lm-eval, and .* is not installed; run pip install "\.\[ruler\]" in a clone of fp8attn'
-    ):
+    with pytest.raises(ValueError, match=r'niah_single_1 needs lm-eval, and .* is not installed; run pip install "fp8attn\[ruler\]"'):
         next(ruler.ruler_samples(committed, "niah_single_1", lengths=(2048,)))
 
 
