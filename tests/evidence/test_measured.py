@@ -1,6 +1,7 @@
 """Conditions that the committed results must satisfy."""
 
 import json
+import re
 
 import pytest
 
@@ -13,6 +14,16 @@ def measured(name: str) -> list:
     return [
         pytest.param(json.loads(file.read_text())["rows"], id=file.parent.name) for file in sorted((ROOT / "results").rglob(f"{name}.json"))
     ]
+
+
+@pytest.mark.parametrize(("device", "page"), [("h200", "results"), ("h100", "results-h100")])
+def test_the_files_of_a_gpu_are_of_the_commit_that_its_page_names(device, page):
+    [commit] = re.findall(
+        r"\*\*Of one commit\.\*\* Every file of `results/\w+` was measured on .* at one commit, (\w+),",
+        (ROOT / f"docs/{page}.md").read_text(),
+    )
+    files = [json.loads(file.read_text()) for file in (ROOT / "results" / device).glob("*.json")]
+    assert files and {file["commit"] for file in files} == {commit} and not any("mixed" in file for file in files)
 
 
 @pytest.mark.parametrize("rows", measured("tests"))

@@ -1,6 +1,6 @@
 """Writes the address of the repository into what is published, for the workflow that publishes it: only there is the address known.
 
-python tests/release/address.py https://github.com/OWNER/NAME v0.2.0    # changes README.md and pyproject.toml in this folder
+python tests/release/address.py https://github.com/OWNER/NAME v0.2.0    # changes README.md and pyproject.toml
 """
 
 import re
