@@ -1,7 +1,7 @@
 """Caches of other systems by definition: K and V rounded as their kernels round them, and attention that rounds nothing else.
 
-A rounding maps K or V `[..., head_dim]` to the values that a cache gives back. It depends on one token of one head, so sliding windows are
-rounded like the other layers.
+A rounding maps K or V `[..., head_dim]` to the values that a cache gives back; a cache has one for K and one for V. It depends on one token
+of one head, so sliding windows are rounded like the other layers.
 
 vLLM 0.33's per-token-head caches (`kv_cache_dtype` of that name; `vllm/v1/attention/ops`), for each token and head:
 
@@ -13,6 +13,11 @@ vLLM 0.33's per-token-head caches (`kv_cache_dtype` of that name; `vllm/v1/atten
 
 Their kernels keep Q and the softmax weights in 16 bits in prompts and in decode steps alike. Here weights stay in FP32, and so do rotated
 queries, which favors these caches by the error of BF16.
+
+llama.cpp's `q8_0` (`-ctk q8_0 -ctv q8_0`; `quantize_row_q8_0_ref` in `ggml-quants.c`, rotations of #21038 in `llama-kv-cache.cpp`), for
+each 32 channels of a token and head: `code = round(x / scale)`, halves away from zero, with `scale = amax / 127`, which is kept in FP16.
+Before, K is multiplied by the orthogonal Hadamard matrix of the largest power of two that divides head_dim, and V, 64 channels at a time,
+by that of 64. Some of its kernels round queries to INT8, too; here they do not.
 """
 
 from __future__ import annotations
@@ -60,6 +65,24 @@ def int4_per_token_head(x: torch.Tensor) -> torch.Tensor:
     return _hadamard((code - zero) * read) * signs / dim
 
 
+def q8_0(x: torch.Tensor, rotated: int) -> torch.Tensor:
+    """`q8_0` behind a rotation of `rotated` channels at a time."""
+    blocks = _hadamard(x.float().unflatten(-1, (-1, rotated))) * rotated**-0.5
+    blocks = blocks.reshape(*x.shape[:-1], -1, 32)
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    code = _half_away(torch.where(scale > 0, blocks / scale, 0))
+    read = (code * scale.half().float()).reshape(*x.shape[:-1], -1, rotated)
+    return (_hadamard(read) * rotated**-0.5).reshape(x.shape)
+
+
+def q8_0_keys(x: torch.Tensor) -> torch.Tensor:
+    return q8_0(x, x.shape[-1] & -x.shape[-1])  # the largest power of two that divides head_dim
+
+
+def q8_0_values(x: torch.Tensor) -> torch.Tensor:
+    return q8_0(x, 64)
+
+
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     halves = torch.full((dim,), 0.5)
     return (2 * torch.bernoulli(halves, generator=torch.Generator().manual_seed(SIGNS_SEED)) - 1).to(device)
@@ -75,25 +98,30 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-ROUNDINGS: dict[str, Rounding] = {  # by implementation of a benchmark
-    "vllm-int8-per-token-head": int8_per_token_head,
-    "vllm-fp8-per-token-head": fp8_per_token_head,
-    "vllm-int4-per-token-head": int4_per_token_head,
+ROUNDINGS: dict[str, tuple[Rounding, Rounding]] = {  # of K and of V, by implementation of a benchmark
+    "vllm-int8-per-token-head": (int8_per_token_head, int8_per_token_head),
+    "vllm-fp8-per-token-head": (fp8_per_token_head, fp8_per_token_head),
+    "vllm-int4-per-token-head": (int4_per_token_head, int4_per_token_head),
+    "llama-cpp-q8-0": (q8_0_keys, q8_0_values),
 }
 
 
 class _Rounds(CacheLayerMixin):
-    """Makes a layer hold what a rounding leaves of K and V."""
+    """Makes a layer hold what roundings leave of K and V."""
 
-    rounding: Rounding
+    roundings: tuple[Rounding, Rounding]
+
+    def _rounded(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_keys, of_values = self.roundings
+        return of_keys(key_states), of_values(value_states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(self.rounding(key_states), self.rounding(value_states))
+        super().lazy_initialization(*self._rounded(key_states, value_states))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return super().update(self.rounding(key_states), self.rounding(value_states), *args, **kwargs)
+        return super().update(*self._rounded(key_states, value_states), *args, **kwargs)
 
 
 class RoundedLayer(_Rounds, DynamicLayer):
@@ -107,12 +135,12 @@ class RoundedSlidingLayer(_Rounds, DynamicSlidingWindowLayer):
 class RoundedCache(DynamicCache):
     """A cache whose layers all hold rounded K and V, in the dtype that the rounding gives. `ROUNDED_KV` reads it."""
 
-    def __init__(self, config: Any, rounding: Rounding) -> None:
+    def __init__(self, config: Any, roundings: tuple[Rounding, Rounding]) -> None:
         super().__init__(config=config)
         replaced = {DynamicLayer: lambda _: RoundedLayer(), DynamicSlidingWindowLayer: lambda old: RoundedSlidingLayer(old.sliding_window)}
         self.layers: list[CacheLayerMixin] = [replaced[type(layer)](layer) for layer in self.layers]
         for layer in self.layers:
-            layer.rounding = rounding
+            layer.roundings = roundings
 
 
 def in_the_dtype_of_keys(module, query, key, *args, **kwargs) -> tuple[torch.Tensor, None]:

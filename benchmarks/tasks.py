@@ -45,7 +45,7 @@ CACHES: dict[str, Callable[[Any], Any]] = {  # the first is what the others are 
     "fp8attn-e4m3-keys": lambda model: FP8Cache(model, key_dtype="e4m3"),
     "transformers-fp8": lambda model: E4M3Cache(model.config, scale=None, first_exact=True),
     "scale-1": lambda model: E4M3Cache(model.config, windows=True),
-} | {name: lambda model, rounding=rounding: RoundedCache(model.config, rounding) for name, rounding in ROUNDINGS.items()}
+} | {name: lambda model, roundings=roundings: RoundedCache(model.config, roundings) for name, roundings in ROUNDINGS.items()}
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 FENCE = "```"
 

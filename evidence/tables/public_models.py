@@ -13,6 +13,7 @@ STORED = {
     "fp8attn-int8-keys": "INT8 keys", "fp8attn-e4m3-keys": "E4M3 keys", "scale-1": "a plain cast to E4M3",
     "transformers-fp8": "transformers' FP8 cache", "vllm-int8-per-token-head": "vLLM's `int8_per_token_head`",
     "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`", "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
+    "llama-cpp-q8-0": "llama.cpp's `q8_0`",
 }  # fmt: skip
 ANSWERED = {"bf16": "BF16"} | STORED
 
