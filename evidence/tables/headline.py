@@ -1,4 +1,4 @@
-"""README's results, and their row in docs/comparison.md."""
+"""README's results."""
 
 from __future__ import annotations
 
@@ -96,12 +96,3 @@ def headline() -> str:
         ],
     ]
     return table(["", f"fp8attn ({title})", "", "commit (Triton)"], body)
-
-
-@block("real_model")
-def smollm2_beside() -> str:
-    """Cells of a row, of the same text: fp8attn, transformers' cache and a plain cast, which is FP8 with scales of one."""
-    found = latest("real_model")[1]
-    impls = ("fp8attn-int8-keys-prefill", "transformers-fp8-decode", "scale-1-prefill")
-    ours, theirs, plain = (f"{found['smollm2-S8192', impl]['d_ppl_pct']:+.1f}%" for impl in impls)
-    return f"{ours} | {theirs} | {plain} (a plain cast)"

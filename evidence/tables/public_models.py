@@ -16,6 +16,7 @@ STORED = {
     "llama-cpp-q8-0": "llama.cpp's `q8_0`",
 }  # fmt: skip
 ANSWERED = {"bf16": "BF16"} | STORED
+BESIDE = {"smollm2": "code", "qwen": "prose", "gemma": "prose"}  # a text of each model, for docs/comparison.md
 
 
 def stored(impl: str) -> str:
@@ -41,6 +42,23 @@ def public_models() -> str:
         if body:
             tables.append(table([f"{TITLES[model]} ({device})", *cases], body))
     return "\n\n".join(tables)
+
+
+@block("public_models")
+def caches_beside() -> str:
+    """Perplexity over BF16's at 8k tokens, of caches read in 16 bits."""
+    device, found, cases = columns("public_models", {f"{model}-{text}-S8192": f"{TITLES[model]}, {text}" for model, text in BESIDE.items()})
+    body = []
+    for impl, label in STORED.items():
+        rows = [found.get((case, impl), found.get((case, f"{impl}-decode"))) for case in cases.values()]
+        if any(rows):
+            body.append(
+                [
+                    f"fp8attn, {label}" if impl.startswith("fp8attn") else label,
+                    *("" if row is None else f"{row['d_ppl_pct']:+.1f}%" for row in rows),
+                ]
+            )
+    return table([f"perplexity over BF16's, 8k tokens ({device})", *cases], body)
 
 
 @block("tasks")
