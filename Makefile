@@ -26,8 +26,7 @@ quick-tests: .venv/.dev
 
 # `--durations` shows where the minutes are.
 test: check .venv/.dev
-	$(PYTEST) --ignore tests/kernels -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=95
-	$(PYTEST) tests/kernels -n 2 --dist worksteal --durations 20
+	$(PYTEST) -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=95
 	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" -n 2
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 -n 2 --dist worksteal
 
