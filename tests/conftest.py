@@ -35,7 +35,8 @@ if not torch.cuda.is_available():
 # The workers of xdist share the cores: two threads in each wait for each other more than they work.
 torch.set_num_threads(1)
 
-if sys.gettrace() is not None:  # what most of the tests import takes half as long again where it is traced
+# What most of the tests import takes half as long again where it is traced. The process that only starts workers needs none of it.
+if sys.gettrace() is not None and "PYTEST_XDIST_WORKER" in os.environ:
     with untraced():
         for name in ("transformers.generation.utils", "diffusers.models.transformers", "matplotlib.pyplot"):
             import_module(name)
