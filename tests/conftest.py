@@ -1,6 +1,7 @@
 """One thread for each worker; Triton's interpreter where there is no GPU; no coverage of what it would only slow; a small model and
 tokenizer, built in every session."""
 
+import gc
 import lzma
 import os
 import string
@@ -69,6 +70,11 @@ def pytest_configure():
             return launch(executor, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_anew
+
+
+def pytest_collection_finish():
+    """Collections of garbage need not look at what is imported."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

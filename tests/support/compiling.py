@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
@@ -55,6 +56,9 @@ def _answer(module: str, function: str, *arguments: Any) -> tuple[Any, str | Non
     """The result, or the error."""
     torch.set_num_threads(1)
     try:
-        return getattr(importlib.import_module(module), function)(*arguments), None
+        found = getattr(importlib.import_module(module), function)
+        if not gc.get_freeze_count():
+            gc.freeze()  # collections of garbage need not look at what is imported
+        return found(*arguments), None
     except Exception:
         return None, format_exc()
