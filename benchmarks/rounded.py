@@ -111,17 +111,9 @@ class _Rounds(CacheLayerMixin):
 
     roundings: tuple[Rounding, Rounding]
 
-    def _rounded(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_keys, of_values = self.roundings
-        return of_keys(key_states), of_values(value_states)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(*self._rounded(key_states, value_states))
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return super().update(*self._rounded(key_states, value_states), *args, **kwargs)
+        of_keys, of_values = self.roundings
+        return super().update(of_keys(key_states), of_values(value_states), *args, **kwargs)
 
 
 class RoundedLayer(_Rounds, DynamicLayer):

@@ -51,13 +51,9 @@ def caches_beside() -> str:
     body = []
     for impl, label in STORED.items():
         rows = [found.get((case, impl), found.get((case, f"{impl}-decode"))) for case in cases.values()]
-        if any(rows):
-            body.append(
-                [
-                    f"fp8attn, {label}" if impl.startswith("fp8attn") else label,
-                    *("" if row is None else f"{row['d_ppl_pct']:+.1f}%" for row in rows),
-                ]
-            )
+        costs = ["" if row is None else f"{row['d_ppl_pct']:+.1f}%" for row in rows]
+        if any(costs):
+            body.append([f"fp8attn, {label}" if impl.startswith("fp8attn") else label, *costs])
     return table([f"perplexity over BF16's, 8k tokens ({device})", *cases], body)
 
 
