@@ -1,17 +1,18 @@
 """Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models' shapes.
 
 It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. Weights are random, and
-equal for all caches. The three engines of a shape, each in a process of its own, start side by side and stay until a case of another shape
+equal for all caches. The engines of a group, each in a process of its own, start side by side and stay until a case of another group
 comes; their logs are in $OUT, or in the folder for temporary files. They measure in turns, prompt by prompt, and some steps each.
+Groups are the three shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and head.
 
-- `MODEL-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are from those of BF16.
-- `MODEL-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
-- `MODEL-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
+- `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are from those of BF16.
+- `GROUP-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
+- `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
 
 Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels (`kernels_ms`), of those of
 attention (`attention_ms`), and from the beginning of the first to the end of the last (`span_ms`).
 
-TINY=1 measures tiny layers, also on a CPU: whether all of it runs.
+TINY=1 measures tiny layers, also on a CPU, whose vLLM has no caches of a scale a token: whether all of it runs.
 """
 
 from __future__ import annotations
@@ -25,43 +26,67 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import vllm_engine
 from .beside import Beside
 from .measure import left_out
-from .vllm_models import MODELS, TINY
+from .vllm_models import TINY
 
 PROCESSES = True
 IMPLS = ("vllm-bf16", "fp8attn", "vllm-fp8")
+PER_TOKEN = ("vllm-bf16", "fp8attn", "vllm-int8-per-token-head", "vllm-fp8-per-token-head", "vllm-int4-per-token-head")
 PROMPTS = {300: 2} if TINY else {2048: 8, 8192: 6, 32768: 3}  # tokens: repetitions
 STEPS = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
-LONG = {} if TINY else {"llama": 131072}  # tokens of a further prompt, and of a step with one sequence
+
+
+class Group(NamedTuple):
+    """Engines that measure in turns.
+
+    Attributes:
+        shape: of `vllm_models.MODELS`.
+        impls: the engines.
+        long: tokens of a further prompt, and of a step with one sequence; 0: none.
+        steps: as `STEPS`.
+    """
+
+    shape: str
+    impls: tuple[str, ...] = IMPLS
+    long: int = 0
+    steps: tuple[tuple[int, int], ...] = STEPS
+
+
+GROUPS = {
+    "llama": Group("llama", long=0 if TINY else 131072), "gemma3": Group("gemma3"), "qwen3.5": Group("qwen3.5"),
+    "llama_per_token": Group("llama", PER_TOKEN, steps=STEPS[:2]),  # five engines have no room for the third
+}  # fmt: skip
 LARGE_GIB = 100  # of a GPU's memory, where three caches of all cases have room
-MOST_TOKENS = 65536  # of a case on other GPUs, if the model is one of `LONG`
+MOST_TOKENS = 65536  # of a case on other GPUs, if the group has a long one
 TURNS, TURN = (2, 3) if TINY else (6, 16)  # of steps, and steps of a turn; the first one of each turn is not timed
 SECONDS = 300  # for an answer of an engine
-TOO_FAR = 1.0  # nats from BF16; two unrelated models are about 4 apart
+TOO_FAR = 2.0  # nats from BF16; two unrelated models are about 4 apart
 
 
 def _cases() -> Iterator[str]:
-    for model in MODELS:
-        long = LONG.get(model)
-        yield f"{model}-check"
-        yield from (f"{model}-prefill-S{length}" for length in (*PROMPTS, *([long] if long else [])))
-        yield from (f"{model}-decode-B{batch}-S{length}" for batch, length in (*STEPS, *([(1, long)] if long else [])))
+    for name, group in GROUPS.items():
+        yield f"{name}-check"
+        yield from (f"{name}-prefill-S{length}" for length in (*PROMPTS, *([group.long] if group.long else [])))
+        yield from (f"{name}-decode-B{batch}-S{length}" for batch, length in (*group.steps, *([(1, group.long)] if group.long else [])))
 
 
 CASES = tuple(_cases())
 
 
 def measure(case: str) -> Iterator[dict]:
-    model, kind, *sizes = case.split("-")
+    name, kind, *sizes = case.split("-")
     numbers = [int(size[1:]) for size in sizes]
-    if model in LONG and math.prod(numbers) > MOST_TOKENS and not _is_large():
+    if GROUPS[name].long and math.prod(numbers) > MOST_TOKENS and not _is_large():
         left_out(case, f"it needs a GPU with {LARGE_GIB} GiB")
         return
-    engines = Engines.of(model)
+    if GROUPS[name].impls is PER_TOKEN and not _on_gpu():
+        left_out(case, "vLLM's CPU backend has no caches of a scale for each token and head")
+        return
+    engines = Engines.of(name)
     if kind == "check":
         yield from ({"case": case, **row} for row in engines.checks)
         return
@@ -80,14 +105,20 @@ def end() -> None:
     Engines.end()
 
 
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _is_large() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > LARGE_GIB << 30
+    return _on_gpu() and torch.cuda.get_device_properties(0).total_memory > LARGE_GIB << 30
 
 
 class Engines:
-    """The engines of a model's shape, by implementation.
+    """The engines of a group, by implementation.
 
     Attributes:
         checks: how far each is from BF16.
@@ -96,14 +127,14 @@ class Engines:
 
     running: Engines | None = None
 
-    def __init__(self, model: str) -> None:
-        self.model, self.profiles = model, {}
+    def __init__(self, name: str) -> None:
+        self.name, self.group, self.profiles = name, GROUPS[name], {}
         self.folder = tempfile.TemporaryDirectory()  # where vLLM finds the plugin of this checkout, and keeps what it compiles
         info = Path(self.folder.name) / "fp8attn-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[vllm.general_plugins]\nfp8attn = fp8attn.integrations.vllm:register\n")
-        self.processes = {impl: Beside(vllm_engine.serve, SECONDS) for impl in IMPLS}
+        self.processes = {impl: Beside(vllm_engine.serve, SECONDS) for impl in self.group.impls}
         try:
             self._start()
             self.checks = list(self._checked())
@@ -114,11 +145,12 @@ class Engines:
     def _start(self) -> None:
         """Start the engines side by side, and beside them compile our kernels."""
         kernels = Beside(vllm_engine.compile_kernels, SECONDS)
-        long = LONG.get(self.model, 0) if _is_large() else 0
+        shape, long = self.group.shape, self.group.long if _is_large() else 0
+        start = lambda impl: self.ask(impl, "start", shape, impl, self.folder.name, str(self.log(impl)), long)  # noqa: E731
         try:
             with ThreadPoolExecutor() as pool:
-                ahead = None if TINY else pool.submit(kernels, self.model)
-                list(pool.map(lambda impl: self.ask(impl, "start", self.model, impl, self.folder.name, str(self.log(impl)), long), IMPLS))
+                ahead = None if TINY else pool.submit(kernels, shape)
+                list(pool.map(start, self.processes))
                 if ahead is not None:
                     ahead.result()
         finally:
@@ -130,11 +162,11 @@ class Engines:
         self.folder.cleanup()
 
     @classmethod
-    def of(cls, model: str) -> Engines:
-        """The running engines, if they are of this model; otherwise new ones, in the memory of those that ran."""
-        if cls.running is None or cls.running.model != model:
+    def of(cls, name: str) -> Engines:
+        """The running engines, if they are of this group; otherwise new ones, in the memory of those that ran."""
+        if cls.running is None or cls.running.name != name:
             cls.end()
-            cls.running = cls(model)
+            cls.running = cls(name)
         return cls.running
 
     @classmethod
@@ -144,7 +176,7 @@ class Engines:
             cls.running = None
 
     def log(self, impl: str) -> Path:
-        return Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{self.model}-{impl}.log"
+        return Path(os.environ.get("OUT", tempfile.gettempdir())) / f"vllm-{self.name}-{impl}.log"
 
     def ask(self, impl: str, request: str, *arguments: Any) -> Any:
         """An engine's answer.
@@ -154,7 +186,7 @@ class Engines:
         """
         answer = self.processes[impl](request, *arguments)
         if answer is None:
-            raise RuntimeError(f"{self.model} {impl} gave no answer to {request} within {SECONDS} s, or ended: {self.log(impl)} says why")
+            raise RuntimeError(f"{self.name} {impl} gave no answer to {request} within {SECONDS} s, or ended: {self.log(impl)} says why")
         return answer
 
     def _checked(self) -> Iterator[dict]:
@@ -163,20 +195,20 @@ class Engines:
         Raises:
             RuntimeError: one is too far, or none: then K and V do not matter.
         """
-        found = {impl: self.ask(impl, "check") for impl in IMPLS}
+        found = {impl: self.ask(impl, "check") for impl in self.processes}
         exact, tokens = found["vllm-bf16"]
         for impl, (logprobs, greedy) in found.items():
             nats = statistics.fmean(abs(x - y) for x, y in zip(logprobs, exact, strict=True))
             if not nats < TOO_FAR or (nats == 0) != (impl == "vllm-bf16"):
-                raise RuntimeError(f"{self.model} {impl} is {nats} nats from BF16: wrong answers are not timed")
+                raise RuntimeError(f"{self.name} {impl} is {nats} nats from BF16: wrong answers are not timed")
             equal = sum(x == y for x, y in zip(greedy, tokens, strict=True))
             yield {"impl": impl, "nats_from_bf16": round(nats, 4), "tokens_equal": f"{equal} of {len(tokens)}"}
 
     def turns(self, count: int, request: str, *arguments: Any) -> dict[str, list]:
         """The answers of all engines in `count` turns, each in another order."""
-        found: dict[str, list] = {impl: [] for impl in IMPLS}
+        found: dict[str, list] = {impl: [] for impl in self.processes}
         for turn in range(count):
-            for impl in random.sample(IMPLS, len(IMPLS)):
+            for impl in random.sample(list(self.processes), len(self.processes)):
                 found[impl].append(self.ask(impl, request, *arguments, turn))
         return found
 
@@ -185,15 +217,15 @@ class Engines:
         if length in PROMPTS:
             self.turns(1, "prompt", length)  # it may compile
         times = self.turns(PROMPTS.get(length, 2), "prompt", length)
-        self.profiles = {impl: self.ask(impl, "profile", "prompt", length, 0) for impl in IMPLS}
+        self.profiles = {impl: self.ask(impl, "profile", "prompt", length, 0) for impl in self.processes}
         return times
 
     def steps(self, batch: int, length: int) -> dict[str, list[float]]:
         """Milliseconds of steps. All engines keep their sequences while the others make steps."""
-        for impl in IMPLS:
+        for impl in self.processes:
             self.ask(impl, "begin", batch, length, (TURNS + 3) * TURN)
         times = self.turns(TURNS, "steps", batch, TURN)
-        self.profiles = {impl: self.ask(impl, "profile", "steps", batch, TURN, 0) for impl in IMPLS}
-        for impl in IMPLS:
+        self.profiles = {impl: self.ask(impl, "profile", "steps", batch, TURN, 0) for impl in self.processes}
+        for impl in self.processes:
             self.ask(impl, "finish")
         return {impl: [ms for turn in found for ms in turn] for impl, found in times.items()}

@@ -23,13 +23,14 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 OPTIONS = {
-    "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"}, "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"}
+    "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"}, "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
+    **{f"vllm-{kind}-per-token-head": {"kv_cache_dtype": f"{kind}_per_token_head"} for kind in ("int8", "fp8", "int4")},
 }  # fmt: skip
 LONGEST = 768 if TINY else 36864  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
 OUR_KERNELS = r"_?(decode|prefill|combine|page|step|rows|scales|statistics|portable)_kernel\b"
-ATTENTION = OUR_KERNELS + r"|.*(flash|fmha|reshape_and_cache|varlen_num_blocks)"
+ATTENTION = OUR_KERNELS + r"|.*(flash|fmha|reshape_(and_)?cache|varlen_num_blocks|unified_attention|reduce_segments|_attn_packed|hadamard)"
 
 _llm: Any = None  # of this process
 

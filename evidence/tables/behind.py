@@ -43,8 +43,8 @@ def title(name: str, impl: str) -> str:
 
 def words(name: str, case: str) -> str:
     if name == "vllm":
-        model, _, timed = case.partition("-")
-        return label(timed) if model == "llama" else f"{label(timed)}, {model}"
+        group, _, timed = case.partition("-")
+        return label(timed) if group in ("llama", "llama_per_token") else f"{label(timed)}, {group}"
     return PREFILL.get(case) or case.replace("-S", " ").replace("-", " ")
 
 

@@ -11,6 +11,7 @@ from evidence import rows as reading
 from evidence.tables.vllm import label, vllm_times
 
 MS = {"vllm-bf16": 9.0, "vllm-fp8": 8.0, "fp8attn": 6.0}
+PER_TOKEN_MS = {"vllm-int8-per-token-head": 18.0, "vllm-fp8-per-token-head": 12.0, "vllm-int4-per-token-head": 3.0}
 
 
 class Engine:
@@ -26,9 +27,9 @@ class Engine:
         if request == "start":
             self.impl = arguments[1]
         self.asked.append((self.impl, request, *arguments))
-        ms = MS.get(self.impl)
+        ms = (MS | PER_TOKEN_MS).get(self.impl)
         answers = {
-            "check": ([-1.0 - self.nats.get(self.impl, 0)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms, "steps": [ms] * 15,
+            "check": ([-1.0 - self.nats.get(self.impl, 0.3)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms, "steps": [ms] * 15,
             "profile": {"attention_ms": 1.0},
         }  # fmt: skip
         return answers.get(request, True)
@@ -40,6 +41,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch):
     monkeypatch.setattr(vllm, "Beside", Engine)
+    monkeypatch.setattr(vllm, "_on_gpu", lambda: True)
     monkeypatch.setattr(vllm, "_is_large", lambda: True)
     monkeypatch.setattr(vllm, "releases", lambda: {"vllm": "vllm 0.26.0"})
     monkeypatch.setattr(Engine, "asked", [])
@@ -64,7 +66,7 @@ def test_engines_take_turns_and_stay_until_another_model_comes(engines):
 
 
 def test_wrong_answers_are_not_timed(engines, monkeypatch):
-    for nats, said in ((1.5, "is 1.5 nats from BF16"), (float("nan"), "is nan nats"), (0.0, "is 0.0 nats")):
+    for nats, said in ((2.5, "is 2.5 nats from BF16"), (float("nan"), "is nan nats"), (0.0, "is 0.0 nats")):
         monkeypatch.setattr(engines, "nats", engines.nats | {"fp8attn": nats})
         with pytest.raises(RuntimeError, match=f"llama fp8attn {said}"):
             [*_] = vllm.measure("llama-decode-B8-S8192")
@@ -85,19 +87,35 @@ def test_long_cases_need_a_large_gpu(engines, monkeypatch, capsys):
     assert len([*vllm.measure("gemma3-decode-B4-S32768")]) == 3
 
 
+def test_caches_of_a_scale_a_token_are_measured_beside_ours_on_a_gpu(engines, monkeypatch, capsys):
+    [*rows] = vllm.measure("llama_per_token-prefill-S2048")
+    assert {row["impl"]: row["ms"] for row in rows} == {impl: ms for impl, ms in (MS | PER_TOKEN_MS).items() if impl != "vllm-fp8"}
+    assert {asked[2:4] for asked in engines.asked if asked[1] == "start"} == {("llama", row["impl"]) for row in rows}
+    assert {asked[-1] for asked in engines.asked if asked[1] == "start"} == {0}  # the room of cases without a long one
+    vllm.end()
+    engines.asked.clear()
+    monkeypatch.setattr(vllm, "_on_gpu", lambda: False)
+    assert not [*vllm.measure("llama_per_token-check")] and not engines.asked
+    assert "llama_per_token-check is left out: vLLM's CPU backend" in capsys.readouterr().out
+
+
 def test_rows_become_tables(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(reading, "RESULTS", tmp_path)
     assert run.benchmarks()["vllm"].startswith("Prompts and decode steps in vLLM")
-    found = run.measured("vllm", ["llama-check", "llama-prefill-S2048", "llama-decode-B16-S2048", "gemma3-decode-B8-S8192"])
+    cases = ["llama-check", "llama-prefill-S2048", "llama-decode-B16-S2048", "gemma3-decode-B8-S8192", "llama_per_token-decode-B8-S8192"]
+    found = run.measured("vllm", cases)
     assert found[1] == {"vllm": "vllm 0.26.0"}
     head = results.header(found[1]) | {"device": "NVIDIA H200"}
     results.write(tmp_path / "h200/vllm.json", head, found[0])
-    llama, gemma = vllm_times().split("\n\n")
+    llama, gemma, per_token = vllm_times().split("\n\n")
     assert "| first token, prompt of 2k | 9.00 | 8.00 | 6.00 | 1.50 | 1.33 |" in llama and "16 x 2k" in llama and "check" not in llama
     assert gemma.startswith("| Gemma 3 12B, half of its layers |") and gemma.count("\n") == 2
+    assert per_token.splitlines()[2:] == ["| decode step, 8 x 8k | 9.00 | 18.00 | 12.00 | 3.00 | 6.00 | 1.50 | 3.00 | 2.00 | 0.50 |"]
 
 
 def test_cases_are_named_in_words():
-    assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS}
+    assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS, "llama_per_token"}
+    assert {group.shape for group in vllm.GROUPS.values()} == {*MODELS}
+    assert "llama_per_token-decode-B8-S8192" in vllm.CASES and "llama_per_token-decode-B4-S32768" not in vllm.CASES
     assert label("prefill-S131072") == "first token, prompt of 128k" and label("decode-B1-S131072") == "decode step, 1 x 128k"
