@@ -47,14 +47,6 @@ def long_error() -> str:
     return f"{single_level_off(errors(found.values(), 'rel_err_mean1'), 131072)} off ({title}, values of mean 1)"
 
 
-@block("real_model")
-def cast_loss() -> str:
-    """What a plain cast to E4M3 costs the public model, at 8,192 tokens."""
-    title, found = latest("real_model")
-    losses = [row["d_ppl_pct"] for (case, impl), row in found.items() if case.endswith("S8192") and impl.startswith("scale-1-")]
-    return f"{span(losses, '.1f')}% of perplexity at 8,192 tokens (SmolLM2, {title})"
-
-
 @block("accumulation")
 def accumulation() -> str:
     title, here = latest("accumulation")

@@ -11,15 +11,14 @@ from .writing import at, block, number, span, table
 LONG_STEP = "llama-decode-B1-S131072"
 
 
-@block("real_model", "public_models", "tasks", "needle", "vllm", "decode", "prefill", "engine", "demo")
+@block("public_models", "tasks", "needle", "vllm", "decode", "prefill", "engine", "demo")
 def headline() -> str:
     """Results: of fp8attn, and of the system with which it is compared."""
-    title, model = latest("real_model")
-    code = {impl: model["smollm2-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "transformers-fp8-decode")}
-    ours, plain, theirs = (f"{row['d_ppl_pct']:+.1f}%" for row in code.values())
-    public, tasks = latest("public_models")[1], latest("tasks")[1]
-    biased = [public["qwen-prose-S8192", impl] for impl in ("fp8attn-int8-keys-prefill", "scale-1-prefill", "vllm-int8-per-token-head")]
-    biases = [f"{row['d_ppl_pct']:+.1f}%" for row in biased]
+    title, public = latest("public_models")
+    tasks = latest("tasks")[1]
+    impls = ("fp8attn-int8-keys-prefill", "scale-1-prefill", "llama-cpp-q8-0", "vllm-int8-per-token-head")
+    plain, biased = ([public[case, impl] for impl in impls] for case in ("smollm2-code-S8192", "qwen-prose-S8192"))
+    without, biases = ([f"{row['d_ppl_pct']:+.1f}%" for row in rows] for rows in (plain, biased))
     programs = [tasks["humaneval", impl] for impl in ("fp8attn-int8-keys", "bf16", "transformers-fp8")]
     needle, engine = latest("needle")[1], latest("vllm")[1]
     stressed = "niah_multikey_2-stress3-S131072"
@@ -42,14 +41,14 @@ def headline() -> str:
         ],
         [
             "perplexity over BF16's: SmolLM2, 8k tokens of code",
-            ours,
-            f"a plain cast {plain}; transformers' FP8 cache {theirs}",
-            at("real_model", code.values()),
+            without[0],
+            f"a plain cast {without[1]}; by their definitions: llama.cpp's `q8_0` {without[2]}, vLLM's `int8_per_token_head` {without[3]}",
+            at("public_models", plain),
         ],
         [
             "the same: Qwen2.5-Coder-0.5B, whose keys have biases, 8k tokens of prose",
             biases[0],
-            f"a plain cast {biases[1]}; vLLM's `int8_per_token_head`, by its definition, {biases[2]}",
+            f"a plain cast {biases[1]}; `q8_0` {biases[2]}, `int8_per_token_head` {biases[3]}",
             at("public_models", biased),
         ],
         [

@@ -6,7 +6,7 @@ from benchmarks.public_models import COUNTS, IMPLS, MODELS, TEXTS
 
 from ..rows import Rows, latest
 from .texts import cost
-from .writing import block, table, tokens
+from .writing import block, span, table, tokens
 
 TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma 3 270M"}
 STORED = {
@@ -55,6 +55,22 @@ def caches_beside() -> str:
         if any(costs):
             body.append([f"fp8attn, {label}" if impl.startswith("fp8attn") else label, *costs])
     return table([f"perplexity over BF16's, 8k tokens ({device})", *cases], body)
+
+
+@block("public_models")
+def smollm2_loss() -> str:
+    """What INT8 keys cost SmolLM2 through prefill, at 8,192 tokens."""
+    device, found = latest("public_models")
+    code, prose = (found[f"smollm2-{text}-S8192", "fp8attn-int8-keys-prefill"]["d_ppl_pct"] for text in ("code", "prose"))
+    return f"{code:+.1f}% on code and {prose:+.1f}% on English prose ({device})"
+
+
+@block("public_models")
+def cast_loss() -> str:
+    """What a plain cast to E4M3 costs SmolLM2, at 8,192 tokens."""
+    device, found = latest("public_models")
+    losses = [found[f"smollm2-{text}-S8192", f"scale-1-{how}"]["d_ppl_pct"] for text in TEXTS for how in ("prefill", "decode")]
+    return f"{span(losses, '.1f')}% of perplexity at 8,192 tokens (SmolLM2, {device})"
 
 
 @block("tasks")

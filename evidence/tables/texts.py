@@ -35,14 +35,6 @@ def real_model() -> str:
     return table(["stored", f"read ({title})", *(TEXTS[case] for case in cases)], body)
 
 
-@block("real_model")
-def smollm2_loss() -> str:
-    """What INT8 keys cost the public model through prefill, at 8,192 tokens."""
-    title, found = latest("real_model")
-    code, prose = (found[case, "fp8attn-int8-keys-prefill"]["d_ppl_pct"] for case in ("smollm2-S8192", "smollm2-prose-S8192"))
-    return f"{code:+.1f}% on code and {prose:+.1f}% on English prose ({title})"
-
-
 def demo(name: str, impl: str = "fp8") -> float:
     """A value of `fp8attn demo`."""
     return latest("demo")[1][f"demo-{name}", impl]["value"]
