@@ -57,14 +57,15 @@ def fill(model):
 
 
 def prepare(model, impl):
-    """What vLLM 0.26 lacks: weights that make answers, a class for Qwen3.5 without pictures, and states as large as blocks of pages."""
+    """Give models weights that make answers, and Qwen3.5 what vLLM 0.26 lacks: a class without pictures, and states as large as blocks of
+    pages."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
-    if impl == "fp8attn":
-        with_states()
     if model != "qwen3.5":
         return
+    if impl == "fp8attn":
+        with_states()
     from filelock import FileLock
     from vllm import ModelRegistry
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
