@@ -4,9 +4,12 @@ BIN := .venv/bin
 # Modules are compiled when they are first imported, and kept, because compiling them all at their installation takes most of its time.
 export PYTHONDONTWRITEBYTECODE :=
 # uv is several times as fast as pip, but does not read pip's configuration, where a machine without a GPU may have an index of CPU builds of torch.
-# So pip installs torch, first. A mirror of PyPI in pip's environment is uv's, too.
+# So pip installs torch, first. A mirror of PyPI and a timeout in pip's environment are uv's, too.
 ifdef PIP_INDEX_URL
 export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
+endif
+ifdef PIP_DEFAULT_TIMEOUT
+export UV_HTTP_TIMEOUT ?= $(PIP_DEFAULT_TIMEOUT)
 endif
 INSTALL := $(BIN)/uv pip install -q --python $(BIN)/python
 PINNED := $(INSTALL) -c constraints.txt
