@@ -22,6 +22,7 @@ def test_the_doctor_names_both():
         ((3, 9), (13, 4), {}, "ok", []),
         ((3, 6), (12, 8), {}, "ok", ["can overwrite operands of running products", "searched for this, and have none"]),
         ((3, 9), (12, 9), {}, "warn", ["can overwrite operands", "prefill is slower", "unset TRITON_PTXAS_BLACKWELL_PATH"]),
+        ((3, 8), (12, 9), {"they are copied": 2}, "warn", ["5 to 10% longer", "have copies of their operands: they are copied"]),
         ((3, 10), (13, 5), {}, "warn", ["measured were Triton 3.6 with ptxas 12.8 and Triton 3.9 with ptxas 13.4"]),
         ((3, 9), (13, 4), {"a copy has another reader": 2}, "warn", ["2 compiled prefill kernels", "a copy has another reader"]),
     ],
