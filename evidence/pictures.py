@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from .results import RESULTS
-from .rows import latest, lengths, of_device, path_of
+from .rows import latest, lengths, path_of
 from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
 from .tables.texts import STORED, TEXTS
@@ -45,6 +44,31 @@ def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
         figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
     figure.savefig(path_of(name).with_suffix(".png"), dpi=130)
     plt.close(figure)
+
+
+def plot_vllm() -> None:
+    """README's picture: tokens of a second, and the seconds to the first token."""
+    device, rows = latest("vllm")
+    systems = {"vllm-bf16": "BF16 cache", "vllm-fp8": "vLLM's FP8 cache", "fp8attn": "fp8attn"}
+    shades = ("#bbbbbb", "#e07a5f", COLORS["fp8attn"])
+    steps = {"16 x 2k": "B16-S2048", "8 x 8k": "B8-S8192", "4 x 32k": "B4-S32768", "1 x 128k": "B1-S131072"}
+    prompts = {"8k": "S8192", "32k": "S32768", "128k": "S131072"}
+    panels = {
+        "Tokens per second of each user\n(users x tokens of context)": ({name: f"decode-{case}" for name, case in steps.items()}, "{:.0f}"),
+        "Seconds to the first token\n(tokens of the prompt)": ({name: f"prefill-{case}" for name, case in prompts.items()}, "{:.2f}"),
+    }
+    figure, grid = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=[4, 3])
+    for axes, (title, (cases, form)) in zip(grid, panels.items(), strict=True):
+        for i, ((impl, label), shade) in enumerate(zip(systems.items(), shades, strict=True)):
+            times = [rows[f"llama-{case}", impl]["ms"] / 1000 for case in cases.values()]
+            heights = [1 / time if "second of" in title else time for time in times]
+            bars = axes.bar(np.arange(len(cases)) + 0.28 * (i - 1), heights, 0.26, label=label, color=shade)
+            axes.bar_label(bars, [form.format(height) for height in heights], fontsize=9)
+        axes.set_xticks(range(len(cases)), cases, fontsize=10)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+    finish("vllm", figure, grid[0], f"Llama-3.1-8B's shape in vLLM on one {device}, by what stores the keys and values")
 
 
 def plot_decode() -> None:
@@ -123,15 +147,13 @@ def plot_needle() -> None:
     finish("needle", figure, grid[0], title)
 
 
-PLOTS = {"needle": plot_needle, "decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
+PLOTS = {"vllm": plot_vllm, "needle": plot_needle, "decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
 
 
 def main() -> None:
-    for device in sorted(path.name for path in RESULTS.iterdir() if path.is_dir()):
-        with of_device(device):
-            for name in sys.argv[1:] or PLOTS:
-                if path_of(name) is not None:
-                    PLOTS[name]()
+    for name in sys.argv[1:] or PLOTS:
+        if path_of(name) is not None:
+            PLOTS[name]()
 
 
 if __name__ == "__main__":

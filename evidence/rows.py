@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,9 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-_device: ContextVar[str] = ContextVar("device", default="*")
-
-
-@contextmanager
-def of_device(device: str | None) -> Iterator[None]:
-    """Within it, only results of this device are read (`h100`), and of any device for None."""
-    token = _device.set(device or "*")
-    try:
-        yield
-    finally:
-        _device.reset(token)
-
-
 def path_of(name: str) -> Path | None:
     """The file of that name; of several devices, the last GPU's by name. None if it was not measured."""
-    found = RESULTS.glob(f"{_device.get()}/{name}.json")
+    found = RESULTS.glob(f"*/{name}.json")
     return max(found, key=lambda path: (path.parent.name != "cpu", path.parent.name), default=None)
 
 

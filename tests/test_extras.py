@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_every_hint_names_an_extra_of_the_project():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {"dev", "docs", "release"}
+    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {"test", "dev", "docs", "release"}
     assert extras.hint("ruler") == 'run pip install "fp8attn[ruler]"'
     with pytest.raises(ValueError, match="fp8attn has no extra 'rulers'; its extras are hf, diffusers, "):
         extras.hint("rulers")

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from benchmarks.public_models import COUNTS, IMPLS, MODELS, TEXTS
+import re
+
+from benchmarks.public_models import IMPLS
 
 from ..rows import Rows, latest
 from .texts import cost
-from .writing import block, span, table, tokens
+from .writing import block, table, tokens
 
-TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma 3 270M"}
+TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "qwen15b": "Qwen2.5-Coder-1.5B", "gemma": "Gemma 3 270M"}
 STORED = {
-    "fp8attn-int8-keys": "INT8 keys", "fp8attn-e4m3-keys": "E4M3 keys", "scale-1": "a plain cast to E4M3",
+    "fp8attn-int8-keys": "INT8 keys", "fp8attn-exact": "INT8 keys, exact", "fp8attn-e4m3-keys": "E4M3 keys",
+    "scale-1": "a plain cast to E4M3",
     "transformers-fp8": "transformers' FP8 cache", "vllm-int8-per-token-head": "vLLM's `int8_per_token_head`",
     "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`", "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
     "llama-cpp-q8-0": "llama.cpp's `q8_0`",
 }  # fmt: skip
+TASKS = {"humaneval": "HumanEval", "gsm8k": "GSM8K"}
 ANSWERED = {"bf16": "BF16"} | STORED
-BESIDE = {"smollm2": "code", "qwen": "prose", "gemma": "prose"}  # a text of each model, for docs/comparison.md
+BESIDE = {"smollm2": "code", "qwen": "prose", "qwen15b": "docs", "gemma": "prose"}  # a text of each model, for docs/comparison.md
 
 
 def stored(impl: str) -> str:
     """What is stored, and how it is read, by the implementation's name."""
     name, _, how = impl.rpartition("-")
     return STORED[impl] if impl in STORED else f"{STORED[name]}, {how}"
+
+
+def texts(found: Rows, model: str) -> dict[str, str]:
+    """A model's cases, short contexts first: by case its text and context."""
+    parsed = {case: match for case, _ in found if (match := re.fullmatch(rf"{model}-(\w+)-S(\d+)", case))}
+    return {
+        case: f"{match[1]}, {tokens(int(match[2]))}"
+        for case, match in sorted(parsed.items(), key=lambda item: (int(item[1][2]), item[1][1]))
+    }
 
 
 def columns(name: str, cases: dict[str, str]) -> tuple[str, Rows, dict[str, str]]:
@@ -34,13 +47,14 @@ def columns(name: str, cases: dict[str, str]) -> tuple[str, Rows, dict[str, str]
 @block("public_models")
 def public_models() -> str:
     """A table for each model: caches by text and context."""
+    device, found = latest("public_models")
     tables = []
-    for model in MODELS:
-        device, found, cases = columns("public_models", {f"{model}-{text}-S{n}": f"{text}, {tokens(n)}" for n in COUNTS for text in TEXTS})
-        body = [[stored(impl), *(cost(found.get((case, impl))) for case in cases.values())] for impl in IMPLS if impl != "bf16"]
+    for model in TITLES:
+        cases = texts(found, model)
+        body = [[stored(impl), *(cost(found.get((case, impl))) for case in cases)] for impl in IMPLS if impl != "bf16"]
         body = [line for line in body if any(line[1:])]
         if body:
-            tables.append(table([f"{TITLES[model]} ({device})", *cases], body))
+            tables.append(table([f"{TITLES[model]} ({device})", *cases.values()], body))
     return "\n\n".join(tables)
 
 
@@ -57,26 +71,14 @@ def caches_beside() -> str:
     return table([f"perplexity over BF16's, 8k tokens ({device})", *cases], body)
 
 
-@block("public_models")
-def smollm2_loss() -> str:
-    """What INT8 keys cost SmolLM2 through prefill, at 8,192 tokens."""
-    device, found = latest("public_models")
-    code, prose = (found[f"smollm2-{text}-S8192", "fp8attn-int8-keys-prefill"]["d_ppl_pct"] for text in ("code", "prose"))
-    return f"{code:+.1f}% on code and {prose:+.1f}% on English prose ({device})"
-
-
-@block("public_models")
-def cast_loss() -> str:
-    """What a plain cast to E4M3 costs SmolLM2, at 8,192 tokens."""
-    device, found = latest("public_models")
-    losses = [found[f"smollm2-{text}-S8192", f"scale-1-{how}"]["d_ppl_pct"] for text in TEXTS for how in ("prefill", "decode")]
-    return f"{span(losses, '.1f')}% of perplexity at 8,192 tokens (SmolLM2, {device})"
+def task_case(model: str, task: str) -> str:
+    """The case of a task: those of Qwen2.5-Coder-0.5B have the task's name alone, those of others begin with the model's."""
+    return task if model == "qwen" else f"{model}-{task}"
 
 
 @block("tasks")
 def tasks() -> str:
-    """Right answers by task and cache, and the difference from BF16 on the same questions."""
-    device, found, cases = columns("tasks", {"humaneval": "HumanEval", "gsm8k": "GSM8K"})
+    """A table for each model: right answers by task and cache, and the difference from BF16 on the same questions."""
 
     def right(row: dict | None) -> str:
         return "" if row is None else f"{row['right']} of {row['samples']}"
@@ -87,9 +89,11 @@ def tasks() -> str:
         chance = "p < 0.01" if row["p"] < 0.01 else f"p {row['p']:.2f}"
         return f"{100 * row['difference']:+.1f} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f}), {chance}"
 
-    body = []
-    for impl, label in ANSWERED.items():
-        cells = [make(found.get((case, impl))) for case in cases.values() for make in (right, change)]
-        if any(cells):
-            body.append([label, *cells])
-    return table([f"{TITLES['qwen']} ({device})", *(name for head in cases for name in (head, "points, beside BF16"))], body)
+    made = []
+    for model, name in TITLES.items():
+        device, found, cases = columns("tasks", {task_case(model, task): title for task, title in TASKS.items()})
+        cells = {impl: [make(found.get((case, impl))) for case in cases.values() for make in (right, change)] for impl in ANSWERED}
+        body = [[ANSWERED[impl], *line] for impl, line in cells.items() if any(line)]
+        if body:
+            made.append(table([f"{name} ({device})", *(head for task in cases for head in (task, "points, beside BF16"))], body))
+    return "\n\n".join(made)

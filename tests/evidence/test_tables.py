@@ -2,7 +2,6 @@
 
 import pytest
 
-from evidence import results
 from evidence import rows as reading
 from evidence.rows import commit_of, over
 from evidence.tables import BLOCKS, FILES, filled, writing
@@ -29,17 +28,6 @@ def test_rows_of_a_mixed_file_have_their_commits():
 def test_what_is_not_measured_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(reading, "RESULTS", tmp_path)
     assert {make() for name, make in BLOCKS.items() if name == "accumulation"} == {"(not measured yet: `accumulation`)"}
-
-
-def test_a_block_can_be_of_one_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(reading, "RESULTS", tmp_path)
-    for device, ms in (("h100", 3.0), ("h200", 2.0)):
-        row = {"case": "full-S1", "impl": "fp8attn", "ms": ms}
-        results.write(tmp_path / device / "sdpa.json", {"device": device}, [row])
-    monkeypatch.setitem(BLOCKS, "milliseconds", lambda: str(reading.latest("sdpa")[1]["full-S1", "fp8attn"]["ms"]))
-    text = "<!-- results: milliseconds of h100 -->?<!-- /results --> <!-- results: milliseconds -->?<!-- /results -->"
-    assert filled(text) == "<!-- results: milliseconds of h100 -->3.0<!-- /results --> <!-- results: milliseconds -->2.0<!-- /results -->"
-    assert filled(filled(text)) == filled(text)
 
 
 def test_ratios_are_of_rows_of_one_case():

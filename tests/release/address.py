@@ -13,7 +13,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")  # of Markdow
 
 def readme(text: str, address: str, tag: str) -> str:
     """README.md as an index of packages shows it: there, links to files of the repository lead nowhere."""
-    text = re.sub(r"^git clone URL fp8attn && cd fp8attn *#.*$", f"git clone {address} fp8attn && cd fp8attn", text, flags=re.MULTILINE)
+    text = re.sub(r"^# in a clone of this repository.*$", rf"git clone {address} fp8attn && cd fp8attn  \g<0>", text, flags=re.MULTILINE)
     return LINK.sub(lambda m: f"{m[1]}[{m[2]}]({address}/{'raw' if m[1] else 'blob'}/{tag}/{m[3]})", text)
 
 

@@ -34,7 +34,7 @@ def test_what_is_published_has_the_address_of_the_repository():
     """Every link of README.md to a file becomes one to that file at the tag, and pyproject.toml is as before but for the links."""
     host, here = "https://github.com/someone/fp8attn", (ROOT / "README.md").read_text()
     text = address.readme(here, host, "v0.2.0")
-    assert f"\ngit clone {host} fp8attn && cd fp8attn\n" in text and "URL" not in text
+    assert f"```sh\ngit clone {host} fp8attn && cd fp8attn  # in a clone of this repository" in text
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", text)
     for image, link in links:
         path = link.removeprefix(f"{host}/{'raw' if image else 'blob'}/v0.2.0/").partition("#")[0]
@@ -64,7 +64,19 @@ def test_workflows_run_what_the_makefile_has():
         assert set(re.findall(r"run: make (\S+)", text)) <= set(targets.split())
         if name == "ci":
             assert set(workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"]) == versions
-    assert "make demo" in (ROOT / ".ci/run").read_text().split("make test")[0]  # before anything that only developers have
+    steps = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert steps == ["demo", "test", "test-rest"]  # each before anything that only the next one needs
+
+
+def test_every_test_is_run_by_one_target():
+    """`make test` and `make test-rest` have complementary markers, and only `make release` has those that both leave out."""
+    text = (ROOT / "Makefile").read_text()
+    markers = {
+        target: re.findall(rf"^{target}:.*\n(?:\t.*\n)*?\t\$\(PYTEST\) -m \"([^\"]*)\" ", text, re.MULTILINE)
+        for target in ("test", "test-rest")
+    }
+    assert markers == {"test": ["not slow and not release"], "test-rest": ["slow and not release"]}
+    assert re.search(r"^\t.*\$\(PYTEST\) tests/release", text, re.MULTILINE)
 
 
 def test_tables_of_versions_are_those_of_the_project():

@@ -1,7 +1,7 @@
 """The wheel in an empty environment: what runs without any extra, each extra alone, and the instruction where one is missing.
 
-In `make test` the wheel is of this checkout. `make release` tests the files that it has built, and the extras of many packages. (Of these,
-`make demo` installs `cli` and `public` in CI.)
+In `make test-rest` the wheel is of this checkout. `make release` tests the files that it has built, and the extras of many packages. (Of
+these, `make demo` installs `cli` and `public` in CI.)
 """
 
 import ast
@@ -77,7 +77,7 @@ def test_readmes_quickstart_prints_what_readme_shows(kind, tmp_path):
     [code] = [code for _, code in blocks("README.md") if "FP8Cache" in code]
     with environment(kind, "hf", tmp_path) as python:
         (tmp_path / "models").symlink_to(ROOT / "models")
-        assert shown("README.md", code) in run(python, "-c", code, cwd=tmp_path)
+        assert shown(code) in run(python, "-c", code, cwd=tmp_path)
 
 
 @pytest.mark.release
