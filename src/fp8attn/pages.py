@@ -40,7 +40,7 @@ class KVPages:
     cache_seqlens: torch.Tensor
     format: KVFormat
 
-    # The lengths of the last append, if they differ and a `PagedKVCache` gave these pages: then no call may divide its tokens evenly.
+    # The lengths of the last append. `PagedKVCache` sets them after a ragged append, so that attention refuses to split queries evenly.
     ragged: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:

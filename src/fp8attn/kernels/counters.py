@@ -7,7 +7,7 @@ Launches may share counters only if they never run at the same time. So:
 
 Both are from a pool that is made before a graph needs it, because memory that a graph allocates must not outlive the graph. If the pool is
 empty, a capture allocates its zeros in the graph, which then clears them at each replay. The result is the same, with one more node.
-Pools are never freed: nobody says when the last graph that counts in one has gone.
+Pools are never freed: CUDA does not tell when a graph is destroyed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All names of Gluon that the package uses. Gluon's API changes between Triton versions.
 
 Gluon is part of Triton. In Gluon, a kernel assigns work to warps and layouts to memory and registers; in plain Triton the compiler does.
-This file is for Triton 3.6 (PyTorch 2.11) and 3.9 (PyTorch 2.13), and hides their differences.
+This file is for Triton 3.6 (PyTorch 2.11), 3.8 (PyTorch 2.14) and 3.9 (PyTorch 2.15), and hides their differences.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class QuantizeOptions(ConstexprFields):
 
 @triton.jit
 def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS: tl.constexpr):
-    """QuantizeTokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
+    """Tokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
     ROW: tl.constexpr = TOKENS.row
     token = tl.minimum(token, last).to(tl.int64)[:, None]
     if ROW.rope_pairs > 0:

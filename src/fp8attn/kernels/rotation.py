@@ -27,7 +27,7 @@ def negative(c):
 
 @triton.jit
 def hadamard(x, D: tl.constexpr):
-    """`fp8attn.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is rounded."""
+    """`fp8attn.formats.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is rounded."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)

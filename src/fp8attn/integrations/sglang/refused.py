@@ -1,6 +1,6 @@
 """What fp8attn cannot serve in SGLang, with the reason and what to do. It imports nothing of SGLang.
 
-A refusal that says "was not run" is of something that may work: pages are bytes that SGLang could move. No test has it.
+A refusal that says "was not run" means untested, not impossible: pages are bytes that SGLang could move.
 """
 
 from __future__ import annotations

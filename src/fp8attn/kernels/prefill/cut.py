@@ -50,8 +50,8 @@ INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}  # of `Atten
 PART = 8  # the smallest number of tiles in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
 EXACT = 1.7  # the time of a tile with Q and P multiplied twice, divided by its time without (measured)
-PASSED_BY = 0.6  # the share of a tile's time that depends on the partitions with rows; the others pass by it (measured with one of three)
-Q8 = 0.5  # the time of an item without its tiles: with FP8 queries, divided by that with 16-bit queries, which it rounds (measured)
+PASSED_BY = 0.6  # the part of a tile's time that shrinks with the partitions that have rows (measured with one of three)
+Q8 = 0.5  # overhead of an item with FP8 queries, relative to one with 16-bit queries, which the kernel rounds (measured)
 LAUNCH = 5.0  # microseconds that a second launch costs
 GAIN = 0.98  # two launches are made if they take less than this share of the time of one
 

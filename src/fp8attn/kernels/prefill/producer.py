@@ -154,12 +154,12 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     for i in gl.static_range(PARTITIONS):
         mbarrier.expect(queries.full.index(i), options.rows * options.width * (source.q.dtype.primitive_bitwidth // 8))
     if source.table is None:
-        gdc_wait()  # PrefillQueries are rounded while the pages are written.
+        gdc_wait()  # Warps round the queries while the launch before writes the pages.
     at = page * source.num_kv_heads + kv_head
     header = source.header(at + none, options)
     k_scale = gl.load(header + K_SCALE_WORD, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
     v_scale = gl.load(header + V_SCALE_WORD)
-    # No alias, which Triton 3.6 would not see the loop change, and no sum, which would wait for it: loaded twice (and not as one).
+    # Loaded a second time on purpose: Triton 3.6 would treat an alias as loop-invariant, and `+ 0` would wait for the load.
     v_unit = gl.load(header + V_SCALE_WORD, cache_modifier=".ca")
     ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(last - bottom + 1):

@@ -1,4 +1,4 @@
-"""PrefillQueries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
+"""Queries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
 
 from __future__ import annotations
 
