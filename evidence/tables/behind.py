@@ -24,6 +24,7 @@ COMPARED = (
     ("video", "fp8attn-call", "video, quantization included"),
     ("vllm", "fp8attn", "engines of vLLM"),
 )
+SHOWN = 5  # cases of a cell
 CEILINGS = ("stream-ceiling",)
 
 
@@ -62,5 +63,6 @@ def behind() -> str:
             if ratios:
                 low, high = min(ratios.values()), max(ratios.values())
                 ahead = [f"{words(name, case)} ({x:.2f})" for case, x in sorted(ratios.items(), key=lambda item: item[1]) if x < EQUAL]
-                body.append([what, title(name, impl), f"{low:.2f} to {high:.2f} ({len(ratios)})", ", ".join(ahead)])
+                listed = ahead[:SHOWN] + [f"and {len(ahead) - SHOWN} nearer to 1"] * (len(ahead) > SHOWN)
+                body.append([what, title(name, impl), f"{low:.2f} to {high:.2f} ({len(ratios)})", ", ".join(listed)])
     return table([device, "beside", "speed over it (cases)", "it is ahead in"], body)
