@@ -1,4 +1,4 @@
-"""The override of ComfyUI's attention, called as ComfyUI calls it. ComfyUI itself is on no package index."""
+"""The node of ComfyUI, called as ComfyUI calls it: under `torch.inference_mode`. ComfyUI itself is on no package index."""
 
 import copy
 import importlib.util
@@ -7,9 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8attn import AttentionPolicy, UsageError
-from fp8attn.integrations.comfyui import KEY, AttentionOverride, fp8_model, override_of
+from fp8attn import AttentionPolicy
 from fp8attn.numerics import relative_error
+
+
+def load_node():
+    """ComfyUI imports a node by its path."""
+    path = Path(__file__).parents[2] / "examples" / "comfyui" / "fp8attn_node.py"
+    spec = importlib.util.spec_from_file_location("node", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+node = load_node()
+KEY, Override, fp8_model = node.KEY, node.Override, node.fp8_model
 
 B, S, HEADS, D = 2, 130, 4, 64
 EVERY = AttentionPolicy(min_length=0)
@@ -31,8 +43,15 @@ def own(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip
 
 
 @pytest.fixture(autouse=True)
-def no_calls():
+def inference():
+    """A test runs as a node does."""
     own.calls = []
+    with torch.inference_mode():
+        yield
+
+
+def override_of(model):
+    return model.model_options["transformer_options"][KEY]
 
 
 def attention(*args, **kwargs):
@@ -65,7 +84,7 @@ def test_both_layouts_are_right(reshaped, reshape_output, kv_heads):
     given = {"skip_reshape": reshaped, "skip_output_reshape": not reshape_output, "scale": 0.2, "enable_gqa": kv_heads < HEADS}
     args = *tensors(kv_heads, reshaped), HEADS
     exact = own(*args, **given)
-    out = attention(*args, **given, transformer_options={KEY: AttentionOverride(EVERY)})
+    out = attention(*args, **given, transformer_options={KEY: Override(EVERY)})
     assert out.shape == exact.shape == ((B, S, HEADS * D) if reshape_output else (B, HEADS, S, D))
     assert 1e-3 < relative_error(out, exact) < 0.06 and len(own.calls) == 1
 
@@ -80,7 +99,7 @@ def test_both_layouts_are_right(reshaped, reshape_output, kv_heads):
     ],
 )
 def test_what_fp8_cannot_do_is_comfyuis(given, reason):
-    override = AttentionOverride(EVERY)
+    override = Override(EVERY)
     out = attention(*tensors(), HEADS, **given, transformer_options={KEY: override})
     assert torch.equal(out, own(*tensors(), HEADS, **given))
     (row,) = override.report.rows
@@ -89,7 +108,7 @@ def test_what_fp8_cannot_do_is_comfyuis(given, reason):
 
 
 def reasons(policy, **options):
-    override = AttentionOverride(policy)
+    override = Override(policy)
     attention(*tensors(), HEADS, transformer_options={KEY: override, **options})
     (row,) = override.report.rows
     return row.reason
@@ -108,8 +127,8 @@ def test_blocks():
 
 
 def test_steps_are_places_in_the_schedule():
-    """A sampler of second order also calls between two places."""
-    override, schedule = AttentionOverride(AttentionPolicy(min_length=0, steps=range(1, 3))), torch.tensor([1.0, 0.7, 0.4, 0.1, 0.0])
+    """A sampler of second order also calls between two places. Each call of the model has a new tensor of the noise."""
+    override, schedule = Override(AttentionPolicy(min_length=0, steps=range(1, 3))), torch.tensor([1.0, 0.7, 0.4, 0.1, 0.0])
     ran = []
     for noise in (1.0, 0.7, 0.68, 0.4, 0.1):
         sigmas = torch.full((B,), noise)
@@ -129,7 +148,7 @@ def test_a_model_is_patched_as_a_copy():
         return func(*args, **kwargs)
 
     model = Model({"transformer_options": {"patches": {}, KEY: others}})
-    patched = fp8_model(fp8_model(model), EVERY)
+    patched = fp8_model(fp8_model(model, AttentionPolicy()), EVERY)
     assert model.model_options["transformer_options"][KEY] is others and patched.model_options["transformer_options"]["patches"] == {}
     options = patched.clone().model_options["transformer_options"]  # ComfyUI copies models
     attention(*tensors(), HEADS, transformer_options=options)
@@ -139,20 +158,12 @@ def test_a_model_is_patched_as_a_copy():
     assert str(override_of(patched).report).startswith("1 of 2 calls in FP8")
 
 
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match="AttentionPolicy"):
-        AttentionOverride("fast")
-    with pytest.raises(UsageError, match=r"does not name modules.* \*\.attn2"):
-        AttentionOverride(AttentionPolicy(skip=("*.attn2",)))
-    with pytest.raises(UsageError, match="no override of fp8attn"):
-        override_of(Model({}))
+def test_patterns_of_modules_are_refused():
+    with pytest.raises(ValueError, match=r"names no modules.* \*\.attn2"):
+        Override(AttentionPolicy(skip=("*.attn2",)))
 
 
 def test_the_node():
-    path = Path(__file__).parents[2] / "examples" / "comfyui" / "fp8attn_node.py"
-    spec = importlib.util.spec_from_file_location("node", path)
-    node = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(node)
     cls = node.NODE_CLASS_MAPPINGS["FP8Attention"]
     inputs = cls.INPUT_TYPES()["required"]
     defaults = {name: given[1]["default"] for name, given in inputs.items() if name != "model"}
@@ -160,4 +171,3 @@ def test_the_node():
     assert override_of(patched).policy == AttentionPolicy()
     (patched,) = getattr(cls(), cls.FUNCTION)(Model({}), **{**defaults, "skip_first": 2, "first_step": 3, "last_step": 20})
     assert override_of(patched).policy == AttentionPolicy(skip_first=2, steps=range(3, 21))
-    assert set(cls.INPUT_TYPES()["required"]) == {"model", *defaults}
