@@ -55,8 +55,8 @@ def test_what_is_no_tensor(given):
         ({"causal": "no"}, "causal must be True or False; got str 'no'"),
         ({"exact": "false"}, "exact must be True or False; got str 'false'"),
         ({"return_lse": 1}, "return_lse must be True or False; got int 1"),
-        ({"window": True}, "window is an int.*window=True"),
-        ({"window": 10**20}, "window is an int.*the most: 9,223,372,036,854,775,807"),
+        ({"window": True}, "window must be an integer.*window=True"),
+        ({"window": 10**20}, "window must be an integer from 1 to 9,223,372,036,854,775,807"),
         ({"cu_seqlens_q": torch.tensor([0, 1, 2]).int(), "max_seqlen_q": True}, "max_seqlen_q must be a Python int >= 0.*got True"),
     ],
 )

@@ -1,6 +1,6 @@
-"""A node of ComfyUI: attention in 8 bits, by block and by step. Copy this file into ComfyUI/custom_nodes, and install fp8attn into ComfyUI's
-environment.
+"""A node of ComfyUI: attention in 8 bits, by block and by step.
 
+Copy this file into ComfyUI/custom_nodes, and install fp8attn into ComfyUI's environment.
 Put the node "FP8 attention (fp8attn)" between the loader of a model and its sampler. Short calls, calls with a mask, and the skipped blocks
 and steps run ComfyUI's own attention. The report of `Override` counts both, and has the reasons.
 

@@ -8,6 +8,7 @@ is the backend `reference`, a loop over sequences.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Literal, Protocol, overload
 
 import torch
@@ -207,8 +208,8 @@ def attention(
         )  # fmt: skip
     if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
         raise ValueError(
-            f"window is an int, the number of keys that a causal query sees, so it needs causal=True and window >= 1; got {causal=}, "
-            f"{window=} (the most: {MOST_WINDOW:,})"
+            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs causal=True; "
+            f"got {window=}, {causal=}"
         )
     direct = unobserved(q)
     if softcap is not None:
@@ -232,15 +233,17 @@ def attention(
         cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope, return_lse, exact, batch_invariant
     )  # fmt: skip
     if direct:
-        taken = out if out is None or not out.data_ptr() & 15 else None  # kernels write 16 bytes at a time
+        # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
+        fits = out is not None and not out.data_ptr() & 15 and (not out.is_inference() or torch.is_inference_mode_enabled())
         found = find(backend, q.device, q.dtype, head_dim)
         if at_hand(q, found.name):
             check_attended(pages, q.shape[0], params)
-        result, lse = found.attention(q, pages, params, taken)
+        result, lse = found.attention(q, pages, params, out if fits else None)
     else:
         result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *flatten(params), resolve(backend, q))
     if out is not None and result is not out:
-        result = out.copy_(result)
+        with torch.inference_mode() if direct else nullcontext():
+            result = out.copy_(result)
     return result if lse is None or not return_lse else (result, lse)
 
 

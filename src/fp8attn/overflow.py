@@ -133,6 +133,7 @@ class OverflowCounts:
             logger.warning(report.problem)
         return report
 
+    @torch.inference_mode()  # outside of this mode, torch does not write to its tensors
     def reset(self) -> None:
         """Set all counts to zero, to count from now on. The tensors stay, because CUDA graphs may write into them."""
         for counts in self.tensors:

@@ -22,6 +22,7 @@ def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) ->
     return [seq * max_seqlen for seq in range(pages.num_seqs + 1)] if cu_seqlens is None else cu_seqlens.tolist()
 
 
+@torch.inference_mode()  # outside of this mode, torch does not write to its tensors
 def append(
     pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None = None, q_out: torch.Tensor | None = None
 ) -> None:

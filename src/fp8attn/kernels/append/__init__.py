@@ -82,7 +82,8 @@ def append(
     if q is not None:
         _rotate_dense(q[None], q_out[None], row, angles, ((0, cos_stride), (0, sin_stride)))
     if advance:
-        pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+        with torch.inference_mode():  # outside of this mode, torch does not write to its tensors
+            pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
 def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
