@@ -11,9 +11,6 @@ import fp8attn
 SOURCE = Path(fp8attn.__file__).parent
 # By name: (file, why no public function does).
 PRIVATE = {
-    "torch.overrides._get_current_function_mode_stack": ("mode/mode.py", "contexts of tasks and generators end in any order"),
-    "torch.overrides._pop_mode": ("mode/mode.py", "as above"),
-    "torch.overrides._push_mode": ("mode/mode.py", "as above"),
     "torch.nn.Module._forward_pre_hooks": ("mode/sites.py", "hooks need the same key each time, or Dynamo compiles again"),
     "torch.nn.Module._forward_hooks": ("mode/sites.py", "as above"),
     "torch.nn.Module._forward_hooks_always_called": ("mode/sites.py", "as above"),
@@ -28,9 +25,7 @@ PRIVATE = {
     "_scaled_dot_product_attention_quantized": ("../fp8attn_tools/diagnostics/accumulation.py", "PyTorch's experimental op is measured"),
 }
 # Attributes with a leading underscore of torch's modules, and the names above without a module.
-USES = re.compile(
-    r"torch(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*|\b_(?:get_current_function_mode_stack|pop_mode|push_mode)\b|module\._forward\w*hooks\w*|\b_dynamo_marked_constant\b"
-)
+USES = re.compile(r"torch(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*|module\._forward\w*hooks\w*|\b_dynamo_marked_constant\b")
 
 
 def uses(path):

@@ -1,6 +1,7 @@
 """FP8 attention in diffusers' transformers: which blocks and steps run in FP8, the errors, and that the model is not changed."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -105,6 +106,22 @@ def test_wan_self_attention_by_block():
     assert {(row.queries, row.keys) for row in report.rows} == {((90, 90), (90, 90)), ((90, 90), (33, 33))}
     assert torch.equal(model(**inputs)[0], plain)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("made", "called"), list(product([torch.inference_mode, torch.no_grad], repeat=2)))
+def test_weights_and_calls_are_of_inference_mode_or_not(made, called):
+    with torch.no_grad():
+        expected = wan(2)(**wan_inputs())[0]
+    with made():
+        model, inputs = wan(2), wan_inputs()
+    with fp8_transformer(model, AttentionPolicy(min_length=1)) as report:
+        with called():
+            first = model(**inputs)[0]
+        with torch.no_grad():
+            again = model(**inputs)[0]
+    assert torch.equal(first, again) and 0 < relative_error(first, expected) < ERROR and report.fp8_calls == 4
+    with torch.no_grad():
+        assert torch.equal(model(**inputs)[0], expected)
 
 
 def test_wan_cross_attention_if_asked():

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import pickle
 import threading
+from itertools import product
 
 import pytest
 import torch
@@ -11,11 +12,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention  # imported before any context
-from torch.overrides import TorchFunctionMode
 
 from fp8attn.dense import sdpa
 from fp8attn.mode import AttentionPolicy, fp8_attention, sites
-from fp8attn.mode import mode as fp8_mode
 from fp8attn.numerics import relative_error
 from tests.mode.nets import ANY, FP8_ERROR, Net, qkv, ran
 
@@ -148,21 +147,19 @@ def test_ends_with_the_block_and_by_an_exception(net, x):
     assert torch.equal(net(x), plain)
 
 
-def test_a_copy_of_the_model_is_outside_of_the_context(net, x):
-    plain = net(x)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_model_is_not_copied_with_its_hooks(net, x, copied):
+    """Hooks of a copy would stay after the context. Before and after it, copies are as ever."""
     with fp8_attention(ANY, net) as report:
         inside = net(x)
-        copies = [copy.deepcopy(net)]
-        copies.append(copy.deepcopy(copies[0]))  # with the hooks of the first
-        copies.append(pickle.loads(pickle.dumps(net)))
-        assert all(torch.equal(other(x), plain) for other in copies)
-        assert torch.equal(net(x), inside) and not torch.equal(inside, plain)
+        with pytest.raises(RuntimeError, match=r"cannot be copied or pickled.* outside of the `with` block"):
+            copied(net)
+        assert torch.equal(net(x), inside)
     assert report.calls == report.fp8_calls == 10
-    for module in (*net.modules(), *copies[0].modules(), *copies[1].modules()):
-        assert not module._forward_pre_hooks and not module._forward_hooks and not module._forward_hooks_always_called
-    with fp8_attention(ANY, copies[0]) as report:
-        assert torch.equal(copies[0](x), inside)
-    assert report.fp8_calls == 5
+    copied(net)
+    other = copy.deepcopy(net)
+    with fp8_attention(ANY, other):
+        assert torch.equal(other(x), inside)
 
 
 def test_calls_outside_of_the_model_are_not_concerned(net, x):
@@ -243,67 +240,56 @@ def test_threads_do_not_affect_each_other(net, x):
     assert not sites.slots
 
 
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_asyncio_tasks_do_not_affect_each_other(net, x, first_out):
-    """Two tasks have different policies, and one has none. They alternate, and the contexts end in either order."""
-    policies = [AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1000)]
-    plain = net(x)
-    with fp8_attention(policies[0], net):
-        inside = net(x)
-    outs = {0: [], 1: [], "none": [], "child": []}
-    reports = {}
-
-    async def runs(name, count):
-        for _ in range(count):
-            outs[name].append(net(x))
-            await asyncio.sleep(0)
-
-    async def with_policy(i):
-        with fp8_attention(policies[i], net) as reports[i]:
-            child = asyncio.create_task(runs("child", 2)) if i == 0 else None
-            await runs(i, 2 if i == first_out else 5)
-            if child is not None:
-                await child
-        assert torch.equal(net(x), plain)
-
-    async def main():
-        await asyncio.gather(with_policy(0), with_policy(1), runs("none", 8))
-        await runs("none", 1)
-
-    asyncio.run(main())
-    for name, expected, count in ((0, inside, 5 - 3 * (first_out == 0)), (1, plain, 5 - 3 * (first_out == 1)), ("none", plain, 9)):
-        assert len(outs[name]) == count and all(torch.equal(out, expected) for out in outs[name]), name
-    assert len(outs["child"]) == 2 and all(torch.equal(out, inside) for out in outs["child"])  # a task started inside
-    assert (reports[0].calls, reports[0].fp8_calls) == (5 * len(outs[0]) + 10, 4 * len(outs[0]) + 8)
-    assert (reports[1].calls, reports[1].fp8_calls) == (5 * len(outs[1]), 0)
-    assert sites.thread.mode is None and fp8_mode._of_this_task.get() == () and not sites.slots
-
-
-def test_contexts_of_generators_end_in_any_order():
+def test_contexts_that_end_out_of_order_are_an_error_and_leave_nothing(net, x):
+    """The end of the outer context ends the inner one, too. Then nothing is changed on this thread."""
     q, k, v = qkv()
-    plain, ours = scaled_dot_product_attention(q, k, v), sdpa.scaled_dot_product_attention(q, k, v)
+    plain, of_net = scaled_dot_product_attention(q, k, v), net(x)
 
-    def context(policy):
-        with fp8_attention(policy):
+    def context(policy, model=None):
+        with fp8_attention(policy, model):
             yield
 
-    class Foreign(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    outer, inner = context(ANY), context(AttentionPolicy(min_length=1000))
+    outer, inner = context(ANY), context(AttentionPolicy(min_length=1), net)
     next(outer)
-    with Foreign():
-        next(inner)
-        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    next(inner)
+    assert not torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    with pytest.raises(RuntimeError, match="must end in the reverse order"):
         outer.close()
-        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    assert torch.equal(scaled_dot_product_attention(q, k, v), plain) and torch.equal(net(x), of_net)
+    with pytest.raises(RuntimeError, match="must end in the reverse order"):
         inner.close()
-        outer, inner = context(AttentionPolicy(min_length=1000)), context(ANY)
-        next(outer)
-        next(inner)
-        outer.close()
-        assert torch.equal(scaled_dot_product_attention(q, k, v), ours)
-        inner.close()
-        assert torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    assert sites.thread.mode is None and not sites.slots
+    with fp8_attention(ANY) as report:
+        assert not torch.equal(scaled_dot_product_attention(q, k, v), plain)
+    assert report.fp8_calls == 1
+
+
+def test_tasks_of_asyncio_that_interleave_contexts_get_the_error():
+    async def context(waits):
+        with fp8_attention(ANY):
+            for _ in range(waits):
+                await asyncio.sleep(0)
+
+    async def main():
+        return await asyncio.gather(context(1), context(2), return_exceptions=True)
+
+    first, second = asyncio.run(main())
+    assert isinstance(first, RuntimeError) and isinstance(second, RuntimeError) and "asyncio" in str(first)
     assert sites.thread.mode is None
+
+
+@pytest.mark.parametrize(("made", "entered", "called"), list(product([torch.inference_mode, torch.no_grad], repeat=3)))
+def test_weights_context_and_call_are_of_inference_mode_or_not(net, x, made, entered, called):
+    with fp8_attention(ANY, net):
+        expected = net(x)
+    with torch.inference_mode(False):
+        with made():
+            model, given = Net().eval(), x.clone()
+            model.load_state_dict(net.state_dict())
+        with entered():
+            context = fp8_attention(ANY, model)
+            report = context.__enter__()
+        with called():
+            out = model(given)
+        context.__exit__(None, None, None)
+        assert torch.equal(out, expected) and report.fp8_calls == 5

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
 from ..errors import UsageError
@@ -46,9 +45,8 @@ def fp8_attention(
     """Run `torch.nn.functional.scaled_dot_product_attention` in FP8, on this thread, until the `with` block ends.
 
     Calls that cannot run in FP8 (`fallback_reason`), and calls that the policy skips, go to torch's own function unchanged. Other threads
-    are not affected. Other asyncio tasks are not affected either, except in compiled code, whose guards do not see tasks. `state_dict` and
-    the types of modules do not change. In nested contexts, the innermost one that includes the call decides. So several models can have a
-    context each.
+    are not affected. Asyncio tasks that run on the thread inside the block are. `state_dict` and the types of modules do not change. In
+    nested contexts, the innermost one that includes the call decides. So several models can have a context each.
 
     With `torch.compile`, two things remain in 16 bits:
 
@@ -69,6 +67,7 @@ def fp8_attention(
     Raises:
         TypeError: `policy` is no `AttentionPolicy`, or `model` is no module.
         UsageError: the policy names modules or layers that do not exist, or it needs a `model` and there is none.
+        RuntimeError: contexts end out of order; or the model is copied or pickled inside the context, with its hooks.
     """
     policy = AttentionPolicy() if policy is None else policy
     if not isinstance(policy, AttentionPolicy):
@@ -81,51 +80,26 @@ def fp8_attention(
         )
     mode = _Mode(policy, getattr(thread, "mode", None))
     with _entered(mode), nullcontext() if model is None else hooks_on(mode, model, layers), mode:
-        try:
-            yield mode.report
-        finally:
-            _move_to_top(mode)
-
-
-# The modes that the running asyncio task has entered, or inherited from the task that started it. A thread runs several tasks in turn and
-# has the modes of all of them. Dynamo cannot trace a ContextVar, so compiled code does not read it.
-_of_this_task: ContextVar[tuple[_Mode, ...]] = ContextVar("fp8attn.mode", default=())
+        yield mode.report
 
 
 @contextmanager
 def _entered(mode: _Mode) -> Iterator[None]:
-    """Add `mode` to those of this thread and this task.
-
-    Contexts of tasks and of generators end in any order, so each removes only itself.
-    """
+    """Make `mode` the innermost one of this thread. A context ends with all contexts inside of it: theirs do nothing more."""
     thread.mode = mode
-    if not torch.compiler.is_compiling():
-        _of_this_task.set((*_of_this_task.get(), mode))
     try:
         yield
     finally:
-        if thread.mode is mode:
+        innermost = inner = getattr(thread, "mode", None)
+        while inner is not None and inner is not mode:
+            inner = inner.outer
+        if inner is mode:
             thread.mode = mode.outer
-        else:
-            inner = thread.mode
-            while inner.outer is not mode:
-                inner = inner.outer
-            inner.outer = mode.outer
-        if not torch.compiler.is_compiling():
-            _of_this_task.set(tuple(other for other in _of_this_task.get() if other is not mode))
-
-
-def _move_to_top(mode: _Mode) -> None:
-    """Move `mode` to the top of torch's stack, from which its `__exit__` removes the top. Others may have been entered since."""
-    if torch.compiler.is_compiling():
-        return
-    stack = _get_current_function_mode_stack()
-    above = stack[stack.index(mode) + 1 :]
-    if above:
-        for _ in (mode, *above):
-            _pop_mode()
-        for other in (*above, mode):
-            _push_mode(other)
+        if innermost is not mode:
+            raise RuntimeError(
+                "fp8_attention contexts of a thread must end in the reverse order of their begin, on that thread; one ended out of order. "
+                "In asyncio tasks and generators, do not wait or yield inside a context"
+            )
 
 
 class _Mode(TorchFunctionMode):
@@ -198,10 +172,9 @@ class _Mode(TorchFunctionMode):
 
 
 def _deciding() -> _Mode | None:
-    """The innermost context of this thread and task that includes a call made now."""
+    """The innermost context of this thread that includes a call made now."""
     mode = getattr(thread, "mode", None)
-    entered = None if torch.compiler.is_compiling() else _of_this_task.get()
-    while mode is not None and ((mode.slot is not None and mode.site is None) or (entered is not None and mode not in entered)):
+    while mode is not None and mode.slot is not None and mode.site is None:
         mode = mode.outer
     return mode
 

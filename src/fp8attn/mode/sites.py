@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
@@ -35,35 +34,17 @@ class Site:
         name, layer: the module's dotted name, and the index of its layer.
         reason: why the policy skips calls in this module; None: it does not.
         parent: the site around this one.
-        copies: the modules that `copy.deepcopy` made from the model's, together with their hooks.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layer: int | None,
-        reason: str | None,
-        parent: Site | None,
-        slot: int,
-        module: nn.Module | None,
-        copies: list[weakref.ref[nn.Module]],
-    ) -> None:
+    def __init__(self, name: str, layer: int | None, reason: str | None, parent: Site | None, slot: int) -> None:
         self.name, self.layer, self.reason, self.parent, self.slot = name, layer, reason, parent, slot
-        self.module, self.copies = module, copies
 
-    def __deepcopy__(self, memo: dict) -> Site:
-        """The site of a copy of the module.
-
-        The copy is outside the context: its hooks do nothing, and are removed when the context ends.
-        """
-        module = memo.get(id(self.module))
-        if module is not None:
-            self.copies.append(weakref.ref(module))
-        return Site(self.name, self.layer, self.reason, None, NO_SLOT, module, self.copies)
-
-    def __reduce__(self) -> tuple:
-        """The hooks of an unpickled module do nothing."""
-        return Site, (self.name, self.layer, self.reason, None, NO_SLOT, None, [])
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies, whose hooks would stay after the context."""
+        raise RuntimeError(
+            "a model inside an fp8_attention context cannot be copied or pickled, because it has the context's hooks: do it outside of the "
+            "`with` block, or save its state_dict"
+        )
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         """The module's forward begins."""
@@ -81,7 +62,6 @@ class Site:
             mode.site = site
 
 
-NO_SLOT = -1
 slots: set[int] = set()  # of the contexts with hooks, in all threads
 slots_lock = threading.Lock()
 
@@ -95,16 +75,15 @@ def hooks_on(mode: Context, model: nn.Module, layers: Sequence[nn.Module] | None
     # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be compiled separately.
     hook: Any = f"fp8attn-{slot}"  # torch declares int, the handles' numbers
     sites: dict[nn.Module, Site] = {}
-    copies: list[weakref.ref[nn.Module]] = []
     try:
-        sites = _sites(mode.policy, slot, getattr(model, "_orig_mod", model), layers, copies)  # torch.compile wraps a model
+        sites = _sites(mode.policy, slot, getattr(model, "_orig_mod", model), layers)  # torch.compile wraps a model
         for module, site in sites.items():
             module._forward_pre_hooks[hook] = site.enter
             module._forward_hooks[hook] = site.leave
             module._forward_hooks_always_called[hook] = True
         yield
     finally:
-        for module in (*sites, *(found for copied in copies if (found := copied()) is not None)):
+        for module in sites:
             module._forward_pre_hooks.pop(hook, None)
             module._forward_hooks.pop(hook, None)
             module._forward_hooks_always_called.pop(hook, None)
@@ -112,9 +91,7 @@ def hooks_on(mode: Context, model: nn.Module, layers: Sequence[nn.Module] | None
             slots.discard(slot)
 
 
-def _sites(
-    policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None, copies: list[weakref.ref[nn.Module]]
-) -> dict[nn.Module, Site]:
+def _sites(policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None) -> dict[nn.Module, Site]:
     """The modules that get hooks, and the policy's decision for each."""
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
@@ -153,7 +130,7 @@ def _sites(
             reason = by_number
         elif matched is not None:
             reason = f"left out by name ({matched})"
-        sites[module] = by_name[name] = Site(name, number, reason, parent, slot, module, copies)
+        sites[module] = by_name[name] = Site(name, number, reason, parent, slot)
     return sites
 
 
