@@ -2,12 +2,17 @@
 
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 
 from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+
+from triton import knobs
 
 from fp8attn.kernels import operands
 from fp8attn.kernels.operands import Unsafe, ptxas_release, without_copies
@@ -77,6 +82,79 @@ def test_copies_that_are_needed_are_refused(before, after, reason):
 def test_release_of_ptxas():
     assert ptxas_release("Cuda compilation tools, release 13.4, V13.4.59") == (13, 4)
     assert ptxas_release("something else") == ()
+
+
+@pytest.fixture
+def knob(monkeypatch):
+    """Triton's hook, as another library had set it: `knob.add_stages_inspection_hook`."""
+
+    def theirs(*args):
+        return None if args else ("theirs", "theirs")
+
+    monkeypatch.setattr(operands, "copies_operands", lambda: True)
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = theirs
+        yield knobs.runtime
+        assert operands._inside == 0
+
+
+def test_a_hook_that_another_library_sets_meanwhile_stays(knob):
+    with operands.direct_operands("all"):
+        ours = knob.add_stages_inspection_hook
+        assert ours() == ("theirs" + operands.KEY + "all",) * 2
+
+        def around(*args):  # as a library does that keeps the hook it finds
+            return ours(*args)
+
+        knob.add_stages_inspection_hook = around
+    assert knob.add_stages_inspection_hook is around and around() == ("theirs", "theirs")
+    with operands.direct_operands("sums"):
+        assert operands.KEY + "sums" in knob.add_stages_inspection_hook()[0]
+    assert knob.add_stages_inspection_hook is around
+
+
+def test_a_hook_of_ours_that_comes_back_late_goes_with_the_next_use(knob):
+    theirs = knob.add_stages_inspection_hook
+    with operands.direct_operands("all"):
+        ours = knob.add_stages_inspection_hook
+    knob.add_stages_inspection_hook = ours  # another library had kept it
+    assert ours() == ("theirs", "theirs")
+    with operands.direct_operands("all"):
+        assert ours() == ("theirs" + operands.KEY + "all",) * 2
+    assert knob.add_stages_inspection_hook is theirs
+
+
+def test_threads_that_come_and_go_leave_the_hook_of_another_library(knob):
+    """Threads outside always see that library's key, and threads inside see their own, too."""
+    theirs, wrong, done = knob.add_stages_inspection_hook, [], Event()
+
+    def inside(which):
+        for _ in range(2000):
+            with operands.direct_operands(which):
+                key, _ = knob.add_stages_inspection_hook()
+                if key != "theirs" + operands.KEY + which:
+                    wrong.append(key)
+
+    def outside():
+        while not done.is_set():
+            key, _ = knob.add_stages_inspection_hook()
+            if key != "theirs":
+                wrong.append(key)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            watching = [pool.submit(outside) for _ in range(2)]
+            for job in [pool.submit(inside, which) for which in ("all", "sums", "all")]:
+                job.result()
+            done.set()
+            for job in watching:
+                job.result()
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+    assert not wrong and knob.add_stages_inspection_hook is theirs
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,26 @@
-"""Lets `wgmma` read its left operands where they are, instead of in copies that Triton makes.
+"""Lets `wgmma` read its operands where they are: left ones without the copies that Triton makes, right ones by 64-bit descriptors.
 
-Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530), because ptxas before 13.3 could
-overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas waits for the product, and also keeps each copy until
-then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
+**Copies.** Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530), because ptxas before
+13.3 could overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas waits for the product, and also keeps each
+copy until then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops
+spilled. `without_copies` removes them.
 
-`direct_operands` removes copies from the PTX while Triton compiles a kernel, and rewrites the descriptors of right operands
-(`descriptors.py`): through Triton's hook on the stages of a compilation. The hook is part of the kernel's key in Triton's cache, in memory
-and on disk, even where it adds nothing: so it is set for all kernels of fp8attn, and every thread and process finds the same kernel.
+**Descriptors.** A descriptor of a right operand has a shared memory address, without its last four bits, in its low bits, and constants
+above them. A product of 128 columns takes four, at constant distances. Triton 3.9 makes each from its own address in 32 bits: it adds the
+distance, widens the sum, and ORs the constants in. ptxas then moves the constant half of each to its uniform register, between the
+products. `wide_descriptors` makes one descriptor of a tile so, and the others by adding a distance: one 64-bit addition writes both halves,
+as in Triton 3.6. Every value stays. A text of other instructions is left as it is.
+
+`direct_operands` does both to the PTX while Triton compiles a kernel, through Triton's hook on the stages of a compilation. The hook is
+part of the kernel's key in Triton's cache, in memory and on disk, even where it adds nothing: so it is set for all kernels of fp8attn, and
+every thread and process finds the same kernel. This file goes when Triton copies no more (docs/roadmap.md).
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, local
@@ -21,8 +28,6 @@ from typing import Any, Literal, NamedTuple
 
 import triton
 from triton import knobs
-
-from .descriptors import wide_descriptors
 
 Which = Literal["none", "sums", "all"]  # the products that read their operands directly; `sums`: those with eight columns
 
@@ -52,40 +57,20 @@ def ptxas_release(said: str) -> tuple[int, ...]:
 
 class Hook:
     """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. In threads outside of
-    `direct_operands` it does what the hook that was there before does."""
+    `direct_operands` it does what `before` does, the hook that another library had set."""
 
-    def __init__(self) -> None:
-        self.before: Any = None
-        self._here = local()  # `which`, in the threads that are inside of `direct_operands`
-        self._inside, self._lock = 0, Lock()
-
-    @contextmanager
-    def set_for(self, which: Which) -> Iterator[None]:
-        """Set the hook while threads are inside, with these products in this thread."""
-        outer = getattr(self._here, "which", "none")
-        with self._lock:
-            if not self._inside:
-                self.before, knobs.runtime.add_stages_inspection_hook = knobs.runtime.add_stages_inspection_hook, self
-            self._inside += 1
-        self._here.which = which
-        try:
-            yield
-        finally:
-            self._here.which = outer
-            with self._lock:
-                self._inside -= 1
-                if not self._inside:
-                    knobs.runtime.add_stages_inspection_hook, self.before = self.before, None
+    def __init__(self, before: Any) -> None:
+        self.before = before
 
     def __call__(self, *args: Any) -> tuple[str, str] | None:
         """Without arguments: what to add to a kernel's key. With them: change the stages of a compilation."""
-        which, before = getattr(self._here, "which", "none"), self.before
+        which = getattr(_thread, "which", "none")
         if not args:
-            key, digest = ("", "") if before is None else before()
+            key, digest = ("", "") if self.before is None else self.before()
             mine = "" if which == "none" else KEY + which
             return key + mine, digest + mine
-        if before is not None:
-            before(*args)
+        if self.before is not None:
+            self.before(*args)
         backend, stages, *_ = args
         if which != "none":
             make = stages["ptx"]
@@ -93,18 +78,34 @@ class Hook:
         return None
 
 
-_hook = Hook()
+_thread = local()  # `which`, in the threads that are inside of `direct_operands`
+_inside = 0  # their number
+_lock = Lock()
 
 
 @contextmanager
 def direct_operands(which: Which) -> Iterator[None]:
     """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products, and
     64-bit descriptors of the right ones."""
+    global _inside
     if not copies_operands():
         yield
         return
-    with _hook.set_for(which):
+    outer, runtime = getattr(_thread, "which", "none"), knobs.runtime
+    with _lock:
+        _inside += 1
+        if not isinstance(runtime.add_stages_inspection_hook, Hook):  # the first thread, or another library has replaced ours
+            runtime.add_stages_inspection_hook = Hook(runtime.add_stages_inspection_hook)
+    _thread.which = which
+    try:
         yield
+    finally:
+        _thread.which = outer
+        with _lock:
+            _inside -= 1
+            hook = runtime.add_stages_inspection_hook
+            if not _inside and isinstance(hook, Hook):  # a hook that another library has set stays
+                runtime.add_stages_inspection_hook = hook.before
 
 
 def warn_of_copies(program: Any) -> None:
@@ -130,7 +131,7 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
         return ptx
 
 
-# The text
+# Copies
 
 _REGISTER = re.compile(r"%r\d+")
 _PRODUCT = re.compile(r"(wgmma\.mma_async\S* \{[^}]*\}, \{)([^}]*)(\}.*)")
@@ -219,3 +220,110 @@ def _written(line: str) -> Iterator[str]:
         found = re.match(r"[\s{]*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,\[]*)", instruction)
         if found:
             yield from _REGISTER.findall(found[1])
+
+
+# Descriptors
+
+FIELD = 15  # bits of an address in a descriptor
+LARGEST = (1 << FIELD) - 1
+
+_MADE = re.compile(r"\s*([a-z][\w.]*)\s+(%rd?\d+), ([^;{}\[]*);\s*")
+_WRITES = re.compile(r"(?:^|[;{])[\s{]*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%rd?\d+)")
+_ANY_REGISTER = re.compile(r"%rd?\d+")
+_NUMBER = re.compile(r"-?\d+")
+_LABEL = re.compile(r"\$L__BB\w+:")
+_DECLARED = re.compile(r"\.reg \.b64\s+%rd<(\d+)>;")
+
+
+class _Made(NamedTuple):
+    """The only instruction that writes a register."""
+
+    line: int
+    opcode: str
+    operands: list[str]
+
+
+class _Use(NamedTuple):
+    """A descriptor: `base + distance + constants`."""
+
+    line: int
+    register: str
+    base: str  # the 32-bit register of a field
+    distance: int
+    constants: int
+
+
+def wide_descriptors(ptx: str) -> str:
+    """PTX in which the descriptors of a tile are 64-bit sums of its first one."""
+    declared = _DECLARED.search(ptx)
+    if not declared:
+        return ptx
+    lines = ptx.split("\n")
+    made = _instructions(lines)
+    families: dict[tuple[str, int], list[_Use]] = defaultdict(list)
+    for use in _uses(made):
+        families[use.base, use.constants].append(use)
+    behind: dict[int, list[str]] = defaultdict(list)
+    free = int(declared[1])
+    for (base, constants), uses in _joined(families, made, lines):
+        behind[made[base].line] += [f"cvt.u64.u32 %rd{free}, {base};", f"or.b64 %rd{free + 1}, %rd{free}, {constants};"]
+        for use in uses:
+            sum_of = f"add.s64 {use.register}, %rd{free + 1}, {use.distance};"
+            lines[use.line] = sum_of if use.distance else f"mov.b64 {use.register}, %rd{free + 1};"
+        free += 2
+    text = "\n".join("\n".join([line, *behind[i]]) if i in behind else line for i, line in enumerate(lines))
+    return text.replace(declared[0], f".reg .b64 %rd<{free}>;", 1)
+
+
+def _instructions(lines: list[str]) -> dict[str, _Made]:
+    """What makes each register that one instruction writes, always."""
+    written = Counter(x for line in lines for group in _WRITES.findall(line.partition("//")[0]) for x in _ANY_REGISTER.findall(group))
+    found = ((i, _MADE.fullmatch(line)) for i, line in enumerate(lines))
+    return {x[2]: _Made(i, x[1], x[3].split(", ")) for i, x in found if x and written[x[2]] == 1}
+
+
+def _uses(made: dict[str, _Made]) -> Iterator[_Use]:
+    for register, (line, opcode, operands) in made.items():
+        widened = made.get(operands[0])
+        if opcode != "or.b64" or not _NUMBER.fullmatch(operands[1]) or not widened or widened.opcode != "cvt.u64.u32":
+            continue
+        base, distance = widened.operands[0], 0
+        summed = made.get(base)
+        if summed and summed.opcode in ("add.s32", "or.b32") and summed.operands[1].isdigit():
+            base, distance = summed.operands[0], int(summed.operands[1])
+            if summed.opcode == "or.b32" and distance & LARGEST:
+                continue  # no sum
+        field = made.get(base)
+        if field and field.opcode == "bfe.u32" and field.operands[1:] == ["4", str(FIELD)] and _is_above(int(operands[1]), distance):
+            yield _Use(line, register, base, distance, int(operands[1]))
+
+
+def _is_above(constants: int, distance: int) -> bool:
+    """Whether a field plus this distance has no bit of the constants. Then OR is a sum."""
+    return distance < 1 << 31 and not constants & (1 << (LARGEST + distance).bit_length()) - 1
+
+
+def _joined(
+    families: dict[tuple[str, int], list[_Use]], made: dict[str, _Made], lines: list[str]
+) -> Iterator[tuple[tuple[str, int], list[_Use]]]:
+    """The families; one for all slices of a tile, whose addresses differ by a constant.
+
+    An address of shared memory has 18 bits. So the distance of two is that of their fields: no sum reaches a field's end.
+    """
+    blocks = [0]
+    for line in lines:
+        blocks.append(blocks[-1] + bool(_LABEL.match(line)))
+    first: dict[tuple[str, int, int], tuple[str, int]] = {}  # of an address, in a block: the base, and what is added to the address
+    found: dict[tuple[str, int], list[_Use]] = {}
+    for (base, constants), uses in sorted(families.items(), key=lambda item: made[item[0][0]].line):
+        line, _, (address, *_) = made[base]
+        offset, summed = 0, made.get(address)
+        if summed and summed.opcode == "add.s32" and summed.operands[1].isdigit():
+            address, offset = summed.operands[0], int(summed.operands[1])
+        begin, least = first.setdefault((address, constants, blocks[line]), (base, offset))
+        steps, rest = divmod(offset - least, 16)
+        moved = [use._replace(base=begin, distance=use.distance + steps) for use in uses]
+        if steps < 0 or rest or not all(_is_above(constants, use.distance) for use in moved):
+            begin, moved = base, uses
+        found.setdefault((begin, constants), []).extend(moved)
+    yield from found.items()

@@ -18,7 +18,7 @@ BOUNDS = {
         "d128-q8-long-no-lse": (435, 2, 100), "d256": (580, 8, 150), "d256-e4m3-no-lse": (540, 4, 150),
         "d64-exact": (550, 0, 30), "d128-exact": (635, 0, 10), "d256-exact": (815, 45, 350),
     },
-    # ptxas 13.4, without copies of operands (`kernels/operands.py`) and with 64-bit descriptors (`kernels/descriptors.py`). No loop spills
+    # ptxas 13.4, without copies of operands and with 64-bit descriptors (`kernels/operands.py`). No loop spills
     # more than the one of 3.6, but for one instruction, and none is longer, but for head_dim 256 with an LSE, where 3.6's spills 8 times.
     "3.9": {
         "d64": (384, 0, 40), "d64-e4m3": (345, 0, 40), "d128": (466, 0, 60), "d128-e4m3": (415, 0, 60), "d128-new": (466, 0, 40),

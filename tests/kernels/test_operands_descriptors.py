@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from fp8attn.kernels.descriptors import wide_descriptors
+from fp8attn.kernels.operands import wide_descriptors
 
 K, V = 0x4000004000010000, 8 << 32  # constants of a descriptor: of K, and of V, whose first distance is 1 << 22
 SIGNED = 0x8000002000000000 - (1 << 64)
