@@ -20,9 +20,9 @@ from .evaluate import evaluate
 from .export import export
 from .failure import fail
 from .generate import generate
-from .options import Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
+from .options import MOST, MOST_TOKENS, Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
 from .sensitivity import sensitivity
-from .shared import about, check_served, load, numbers, out, output, print_json, progress, read_text, sequences
+from .shared import about, load, numbers, out, output, print_json, progress, read_text, sequence_length, sequences, served_config
 
 BIASED = (  # `plan` of a model with biases
     "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much; fp8attn doctor --model "
@@ -81,7 +81,7 @@ def calibrate(
     save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path("out/scales.safetensors"),
     text: Text = None,
     context: Context = None,
-    count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1)] = None,
+    count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1, max=MOST)] = None,
     method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
     percentile: Annotated[
         float | None, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100]. Default: 99.99.")
@@ -116,11 +116,14 @@ def calibrate(
     from ..calibration.calibrate import calibrate as run
     from ..calibration.calibrate import check_scales
     from ..diagnostics import offset_checks
+    from ..evaluation.models import load_tokenizer
     from .tables import coverage_table, sensitivity_table
 
-    check_served(model)
-    loaded, tokenizer = load(model, device)
-    batches = sequences(tokenizer, passage, loaded, context, count, from_end=True)
+    config, tokenizer = served_config(model), load_tokenizer(model)
+    length = sequence_length(config, device, context)
+    batches = sequences(tokenizer, passage, length, count, from_end=True)  # before the weights are loaded: a text may be too short
+    others = None if other is None else sequences(tokenizer, other, length)
+    loaded, _ = load(model, device)
     with progress("sequences") as tick:
         found = run(
             loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
@@ -128,9 +131,9 @@ def calibrate(
         )  # fmt: skip
     write_scales(found.save)
     covered = None
-    if other is not None:
+    if others is not None:
         with progress("held-out sequences") as tick:
-            covered = check_scales(loaded, sequences(tokenizer, other, loaded, context), found, chunk=chunk, progress=tick)
+            covered = check_scales(loaded, others, found, chunk=chunk, progress=tick)
         write_plot(lambda path: plots.save(plots.coverage_maps(covered), path))
     if as_json:
         rows = [
@@ -155,15 +158,15 @@ app.command()(export)
 @app.command()
 def plan(
     model: Model = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1)] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="With --layers: KV heads of a layer.", min=1)] = None,
-    head_dim: Annotated[int | None, typer.Option(help="With --layers: the size of a head.", min=1)] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1, max=MOST)] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="With --layers: KV heads of a layer.", min=1, max=MOST)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="With --layers: the size of a head.", min=1, max=MOST)] = None,
     memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GB or 24GiB.")] = "80GB",
     weights: Annotated[
         str | None, typer.Option(help="Bytes of the parameters, such as 16GB. Default: counted, if there is a model.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 32768,
-    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 1,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1, max=MOST_TOKENS)] = 32768,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=MOST)] = 1,
     as_json: Json = False,
 ) -> None:
     """How much fits into memory: the longest context and the largest batch, with a BF16 and with an FP8 cache."""
@@ -230,7 +233,7 @@ def warmup(
     batch_invariant: Annotated[bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")] = False,
     target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
+        int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1, max=1024)
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -9,7 +9,22 @@ import typer
 
 from fp8attn.errors import UsageError
 
-from .options import CACHE_NAMES, CacheChoice, Chunk, Device, Json, Model, Scales, Seed, Stress, Tasks, Text
+from .options import (
+    CACHE_NAMES,
+    MOST,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    CacheChoice,
+    Chunk,
+    Device,
+    Json,
+    Model,
+    Scales,
+    Seed,
+    Stress,
+    Tasks,
+    Text,
+)
 from .shared import (
     about,
     ask_all,
@@ -42,12 +57,16 @@ def evaluate_all(
     cache: CacheChoice = "both",
     scales: Scales = None,
     text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1)] = 4096,
-    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1)] = 2,
-    decode: Annotated[int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1)] = 128,
+    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=MOST_TOKENS)] = 4096,
+    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1, max=MOST)] = 2,
+    decode: Annotated[
+        int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1, max=MOST_TOKENS)
+    ] = 128,
     task: Tasks = "recall",
     lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[int, typer.Option(help="Questions for each length; for recall, for each of five depths, too.", min=1)] = 2,
+    samples: Annotated[
+        int, typer.Option(help="Questions for each length; for recall, for each of five depths, too.", min=1, max=MOST_SAMPLES)
+    ] = 2,
     chunk: Chunk = 512,
     stress: Stress = 0,
     device: Device = None,
@@ -93,9 +112,11 @@ def perplexity(
     cache: CacheChoice = "both",
     scales: Scales = None,
     text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1)] = 2048,
-    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1)] = 8,
-    decode: Annotated[int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0)] = 0,
+    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=MOST_TOKENS)] = 2048,
+    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1, max=MOST)] = 8,
+    decode: Annotated[
+        int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=MOST_TOKENS)
+    ] = 0,
     chunk: Chunk = 512,
     stress: Stress = 0,
     device: Device = None,
@@ -124,9 +145,9 @@ def needle(
     task: Tasks = "recall",
     text: Text = None,
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1)] = 2,
+    samples: Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1, max=MOST_SAMPLES)] = 2,
     depths: Annotated[str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
-    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0)] = 3,
+    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0, max=MOST_SAMPLES)] = 3,
     seed: Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
@@ -175,10 +196,10 @@ def drift(
     cache: Annotated[str, typer.Option(help=f"The cache to compare with bf16: one of {CACHE_NAMES}.")] = "fp8",
     scales: Scales = None,
     text: Text = None,
-    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1)] = 1024,
-    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2)] = 512,
-    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2)] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1)] = 2,
+    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1, max=MOST_TOKENS)] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2, max=MOST_TOKENS)] = 512,
+    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=MOST_TOKENS)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=MOST)] = 2,
     chunk: Chunk = 512,
     stress: Stress = 0,
     device: Device = None,

@@ -9,7 +9,7 @@ import typer
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE
 
-from .options import CacheChoice, Device, Json, Model, Scales, Seed
+from .options import MOST_TOKENS, CacheChoice, Device, Json, Model, Scales, Seed
 from .shared import choose, encode, load, makers, out, print_json
 
 
@@ -18,7 +18,9 @@ def generate(
     model: Model = None,
     cache: CacheChoice = "fp8",
     scales: Scales = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most; never more than the model's context.", min=1)] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Tokens to generate, at most; never more than the model's context.", min=1, max=MOST_TOKENS)
+    ] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy.")] = 0.0,
     seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
@@ -39,6 +41,10 @@ def generate(
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             out.print(text, end="\n" if stream_end else "", markup=False, highlight=False, soft_wrap=True)
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python keeps bytes of arguments that are no UTF-8 as surrogates
+        raise UsageError(f"the prompt is not UTF-8 from character {error.start} on: pass text in UTF-8") from error
     chosen = choose(cache, scales)
     loaded, tokenizer = load(model, device)
     caches = makers(chosen, loaded)

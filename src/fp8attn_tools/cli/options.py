@@ -11,6 +11,9 @@ from fp8attn.formats import codec
 
 from ..evaluation.names import CACHES, TASKS
 
+MOST_TOKENS = 1 << 24  # of a sequence: above every model's context
+MOST = 10_000  # of windows, sequences, layers and heads: above every run that ends
+MOST_SAMPLES = 1000  # of each length: all are made before the model runs
 CACHE_NAMES = ", ".join(CACHES)
 Model = Annotated[
     str | None,
@@ -27,9 +30,10 @@ Text = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout instead of tables.")]
 Context = Annotated[
-    int | None, typer.Option(help="Tokens of a sequence. Default: the model's context, at most 32,768; on a CPU, 4,096.", min=2)
+    int | None,
+    typer.Option(help="Tokens of a sequence. Default: the model's context, at most 32,768; on a CPU, 4,096.", min=2, max=MOST_TOKENS),
 ]
-Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", min=1)]
+Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", min=1, max=MOST_TOKENS)]
 Stress = Annotated[
     int, typer.Option(help="Make K and V harder to quantize, by offsets and outlier channels that cancel: 0 (off) to 3.", min=0, max=3)
 ]

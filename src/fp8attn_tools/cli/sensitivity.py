@@ -12,7 +12,7 @@ from fp8attn.errors import UsageError
 from fp8attn.params import BackendName
 
 from ..evaluation.names import CACHES, UNIFORM
-from .options import Chunk, Device, Json, Model, Scales, Text
+from .options import MOST, MOST_TOKENS, Chunk, Device, Json, Model, Scales, Text
 from .shared import about, choose, load, out, output, print_json, progress, read_text, windows
 
 NAMES = ", ".join(name for name in CACHES if name not in UNIFORM)
@@ -28,9 +28,12 @@ def sensitivity(
         typer.Option(min=0, help="Leave the best layers in 16 bits that fit into so many bytes per token (fp8attn plan shows them)."),
     ] = None,
     text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1)] = 1024,
+    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=MOST_TOKENS)] = 1024,
     count: Annotated[
-        int, typer.Option("--windows", help="Windows, from the start of the text. With a budget, as many again check the choice.", min=1)
+        int,
+        typer.Option(
+            "--windows", help="Windows, from the start of the text. With a budget, as many again check the choice.", min=1, max=MOST
+        ),
     ] = 1,
     cache: Annotated[str, typer.Option(help=f"The cache to measure: one of {NAMES}.")] = "fp8",
     scales: Scales = None,

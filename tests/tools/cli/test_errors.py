@@ -51,10 +51,30 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("calibrate", *model, "--percentile", 50): "--percentile 50 needs --method percentile; got --method absmax",
         ("generate", "x", *model, "--scales", tmp_path): f"--scales {tmp_path} is a folder; fp8attn calibrate writes a file of scales",
         ("generate", "x", "--model", ""): "the name of the model is empty; pass a model's folder",
+        ("generate", "x\udcff", *model): "the prompt is not UTF-8 from character 1 on: pass text in UTF-8",
+        ("generate", "x", *model, "--max-new-tokens", 10**12): "Invalid value for '--max-new-tokens'",
+        ("evaluate", "needle", *model, "--samples", 10**12): "Invalid value for '--samples'",
+        ("evaluate", "needle", *model, "--distractors", 10**12): "Invalid value for '--distractors'",
+        ("evaluate", "needle", *model, "--lengths", 10**12): "--lengths must be numbers from 1 to 16,777,216; got 1,000,000,000,000",
+        ("evaluate", "drift", *model, "--batch", 10**12): "Invalid value for '--batch'",
+        ("plan", "--layers", 10**12, "--kv-heads", 2, "--head-dim", 64): "Invalid value for '--layers'",
+        ("warmup", "--shape", "8,2,64", "--processes", 10**6): "Invalid value for '--processes'",
         ("sensitivity", *model, "--max-bytes", 0): "no choice of layers takes at most 0 bytes per token: with all in 8 bits it is 516",
     }
     for arguments, message in cases.items():
         assert message in fail(monkeypatch, capsys, *arguments), arguments
+
+
+def test_calibrate_refuses_a_text_before_it_loads_weights(monkeypatch, capsys, tiny_model, tmp_path):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
+    short, empty = tmp_path / "short.txt", tmp_path / "empty.txt"
+    short.write_text("a few words")
+    empty.write_text("")
+    given = "calibrate", "--model", tiny_model, "--out", tmp_path / "scales.safetensors"
+    message = fail(monkeypatch, capsys, *given, "--text", short, "--windows", 2, "--context", 64)
+    assert "2 windows of 64 tokens need 128, and the text has " in message
+    for which in ("--text", "--held-out"):
+        assert "the text has no tokens; pass a text with words" in fail(monkeypatch, capsys, *given, which, empty)
 
 
 BUGS = {"ValueError": ValueError("a bug"), "OSError": OSError(5, "a bug"), "ModuleNotFoundError": ModuleNotFoundError(name="no_such")}

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+import torch
 import triton
 from triton import knobs
 
-from fp8attn_tools.diagnostics import diagnose
+from fp8attn_tools.diagnostics import compiler, diagnose
 from fp8attn_tools.diagnostics.compiler import judge, kept_copies
 
 
@@ -14,6 +15,17 @@ def test_the_doctor_names_both():
     check = next(check for check in diagnose(measure=False) if check.name == "compiler of Hopper's kernels")
     release = ".".join(triton.__version__.split(".")[:2])
     assert check.detail.startswith(f"Triton {release}, ptxas 1")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "status", "detail"), [(False, "info", "Triton 3.8, ptxas 12.9"), (True, "warn", "Triton 3.8, ptxas 12.9: slower")]
+)
+def test_compilers_are_judged_where_they_compile(monkeypatch, gpu, status, detail):
+    monkeypatch.setattr(compiler, "compiler", lambda: ("warn", "Triton 3.8, ptxas 12.9: slower"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check = next(check for check in diagnose(measure=False) if check.name == "compiler of Hopper's kernels")
+    assert (check.status, check.detail) == (status, detail)
 
 
 @pytest.mark.parametrize(
