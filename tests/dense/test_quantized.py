@@ -156,12 +156,12 @@ def test_the_signature_is_pytorchs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_descale": torch.ones(2, 2, dtype=torch.float64)}, "q_descale must have dtype float32, got torch.float64"),
-        ({"k_descale": torch.ones(2, 4)}, r"k_descale must be a 2D tensor with shape .* = \(2, 2\) .* got \(2, 4\)"),
-        ({"v_descale": torch.ones(2, 2, 1)}, "v_descale must be a 2D tensor"),
-        ({"v_descale": torch.ones(2, 2, device="meta")}, "v_descale must be a CPU tensor"),
+        ({"q_descale": torch.ones(2, 2, dtype=torch.float64)}, r"q_descale \[B, H\] must be \(2, 2\) float32 on cpu; got \(2, 2\) float64"),
+        ({"k_descale": torch.ones(2, 4)}, r"k_descale \[B, H\] must be \(2, 2\) float32 on cpu; got \(2, 4\)"),
+        ({"v_descale": torch.ones(2, 2, 1)}, r"v_descale \[B, H\] must be \(2, 2\) .* got \(2, 2, 1\)"),
+        ({"v_descale": torch.ones(2, 2, device="meta")}, r"v_descale \[B, H\] must be .* on cpu; got .* on meta"),
         ({"v_descale_type": 1}, "v_descale_type must be DescaleType.PER_HEAD"),
-        ({"query": torch.zeros(2, 4, 5, 64)}, "must be torch.float8_e4m3fn, got torch.float32"),
+        ({"query": torch.zeros(2, 4, 5, 64)}, "query must be torch.float8_e4m3fn on cpu .* got torch.float32"),
         ({"query": torch.zeros(2, 3, 5, 64).to(FP8)}, "Hq a multiple of H"),
         ({"query": torch.zeros(4, 5, 64).to(FP8)}, r"must be \[B, Hq, L, E\]"),
         ({"query": torch.zeros(2, 4, 5, 32).to(FP8)}, r"must be \[B, Hq, L, E\]"),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import torch
 
 from .._torch_ops import register, unobserved
-from ..checks import check_flags, check_is_tensor, check_number
+from ..checks import check_flags, check_is_tensor, check_number, check_tensor
 from ..derivatives import check_derivatives, derivative_reason
 from ..formats.codec import FP8
 from ..formats.page_layout import NARROW_HEAD_DIMS
@@ -38,21 +37,18 @@ def scaled_dot_product_attention_quantized(
 
         out = softmax(scale * q_descale * k_descale * query key^T) value * v_descale
 
-    The operands are not quantized again. PyTorch's op sums a whole row in the tensor core, which keeps 14 bits of the sum. `"hopper"` sums
-    128 products there and adds these sums in FP32. Up to 128 query rows for each KV head it computes in 16 bits (docs/kernels.md).
+    PyTorch's op sums a whole row in the tensor core, which keeps 14 bits of the sum. `"hopper"` sums 128 products there and adds these sums
+    in FP32. Up to 128 query rows for each KV head it computes in 16 bits (docs/kernels.md).
 
     Args:
         query: `[B, Hq, L, E]` float8_e4m3fn, any strides.
         key, value: `[B, H, S, E]` and `[B, H, S, Ev]` float8_e4m3fn, any strides. E and Ev are at most 256, and Hq is a multiple of H.
-        is_causal: query i sees keys 0 to i + S - L, aligned to the last key, as in FlashAttention-3 and PyTorch's op.
-            (`scaled_dot_product_attention` aligns to the first key.) Rows that see no key are zero.
+        is_causal: query i sees keys 0 to i + S - L, as in PyTorch's op. Rows that see no key are zero.
         scale: default `1 / sqrt(E)`.
-        q_descale, k_descale, v_descale: `[B, H]` float32, not negative. Zero is the scale of a head of zeros. The query heads of a GQA
-            group share one. None: ones. A negative one raises on a CPU; on a GPU, where that would wait, its head is NaN (with
-            `"fa3"`: as that kernel computes it).
+        q_descale, k_descale, v_descale: `[B, H]` float32, not negative; None: ones. The query heads of a GQA group share one. A negative
+            one raises on a CPU; on a GPU, where that would wait, its head is NaN (with `"fa3"`: as that kernel computes it).
         q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, PyTorch's only type.
-        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3, which PyTorch's op also runs
-            after its activation. Here it needs no activation.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3.
     Returns:
         `[B, Hq, L, Ev]` bfloat16, in the memory order of query if Ev = E.
     Raises:
@@ -65,7 +61,10 @@ def scaled_dot_product_attention_quantized(
         check_number(scale, "scale", " (None for 1 / sqrt(E))")
     check_backend(backend, DENSE_BACKENDS)
     for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
-        _check_descale(descale, kind, name, query, key)
+        if kind != PER_HEAD:
+            raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
+        if descale is not None:
+            check_tensor(descale, f"{name}_descale [B, H]", (query.shape[0], key.shape[1]), torch.float32, query.device, contiguous=False)
     tensors = [x for x in (query, key, value, q_descale, k_descale, v_descale) if x is not None]
     if derivative_reason(*tensors) is not None:
         check_derivatives(*(x.detach() for x in tensors))  # a transform of torch.func is active
@@ -73,49 +72,25 @@ def scaled_dot_product_attention_quantized(
         q_descale, k_descale, v_descale = (None if x is None else x.detach() for x in (q_descale, k_descale, v_descale))
         warnings.warn("scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2)
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    run = _run if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
+    run = _attend if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
     return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
 
 
-def _check_descale(descale: torch.Tensor | None, kind: int, name: str, query: torch.Tensor, key: torch.Tensor) -> None:
-    """The checks of PyTorch's op, with the same messages except for devices other than CUDA."""
-    if kind != PER_HEAD:
-        raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
-    if descale is None:
-        return
-    check_is_tensor(descale, f"{name}_descale", "[B, H]")
-    if descale.dtype != torch.float32:
-        raise ValueError(f"{name}_descale must have dtype float32, got {descale.dtype}")
-    if descale.device != query.device:
-        raise ValueError(f"{name}_descale must be a {query.device.type.upper()} tensor, as query is")
-    shape = query.shape[0], key.shape[1]
-    if descale.shape != shape:
-        raise ValueError(
-            f"{name}_descale must be a 2D tensor with shape (batch_size, num_kv_heads) = {tuple(shape)} for PER_HEAD descaling, "
-            f"got {tuple(descale.shape)}"
-        )
-
-
 def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    tensors = query, key, value
-    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+    for name, x in (("query", query), ("key", key), ("value", value)):
         check_is_tensor(x, name, "[B, H, S, D]")
-    if any(x.dtype != FP8 for x in tensors):
-        raise ValueError(
-            f"query, key and value must be {FP8}, got {', '.join(str(x.dtype) for x in tensors)}; "
-            "fp8attn.scaled_dot_product_attention takes 16 bits and quantizes"
-        )
-    fits = all(x.dim() == 4 for x in tensors) and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
+        if x.dtype != FP8 or x.device != query.device:
+            wanted = f"{FP8} on {query.device} (fp8attn.scaled_dot_product_attention takes 16 bits and quantizes)"
+            raise ValueError(f"{name} must be {wanted}; got {x.dtype} on {x.device}")
+    fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
     if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > NARROW_HEAD_DIMS[-1]:
         raise ValueError(
             f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E and Ev up to "
             f"{NARROW_HEAD_DIMS[-1]}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if not query.device == key.device == value.device:
-        raise ValueError(f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}")
 
 
-def _run(
+def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale, k_descale: Scale,
     v_descale: Scale, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
@@ -131,7 +106,7 @@ def _run(
     return out if q is query and value.shape[3] == size else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
 
 
-def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
     if query.shape[3] == value.shape[3]:
         return torch.empty_like(query, dtype=torch.bfloat16)
     return query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.bfloat16)
@@ -140,6 +115,6 @@ def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 register(
     "sdpa_quantized(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, Tensor? q_descale, Tensor? k_descale, "
     "Tensor? v_descale, str backend) -> Tensor",
-    _run,
+    _attend,
     _empty_out,
 )

@@ -63,12 +63,16 @@ def fallback_reason(
     dims = len(q_shape)
     if len(k_shape) != dims or len(v_shape) != dims or dims < 2:
         return "query, key and value differ in their number of dimensions"
-    if q_shape[:-3] != k_shape[:-3] or k_shape[:-1] != v_shape[:-1] or q_shape[-1] != k_shape[-1]:
-        return "query, key and value differ in batch, key and value in heads or length, or query and key in head_dim"
+    if q_shape[:-3] != k_shape[:-3]:
+        return "query and key differ in batch"
+    if k_shape[:-1] != v_shape[:-1]:
+        return "key and value differ in batch, in their number of heads or in length"
+    if q_shape[-1] != k_shape[-1]:
+        return "query and key differ in head_dim"
     if 0 in q_shape or 0 in k_shape or 0 in v_shape:
         return "a dimension is empty"
     if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
-        return "query and key differ in their number of heads, and enable_gqa is not given or the numbers are no multiples"
+        return "query and key differ in their number of heads: pass enable_gqa=True, and a multiple of key's heads as query's"
     if q_shape[-1] > NARROW_HEAD_DIMS[-1] or v_shape[-1] > NARROW_HEAD_DIMS[-1]:
         return f"a head_dim above {NARROW_HEAD_DIMS[-1]} is not supported"
     if scale is not None and not scale > 0.0:

@@ -92,7 +92,7 @@ def evaluate_all(
     questions = needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
     runs = []
     for what, decoded in (("prefill in chunks", 0), ("token by token", decode)):
-        with progress(what) as tick:
+        with progress(f"tokens, {what}") as tick:
             part = tokens[:1] if decoded else tokens
             runs.append(perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick))
         out.print(perplexity_table(runs[-1]))
@@ -129,7 +129,7 @@ def perplexity(
     chosen, passage = choose(cache, scales), read_text(text, model)
     loaded, tokenizer = load(model, device, stress)
     tokens = windows(tokenizer, passage, context + 1, count)
-    with progress("windows") as tick:
+    with progress("tokens") as tick:
         rows = perplexity(loaded, tokens, makers(chosen, loaded), chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
     if as_json:
         print_json({"meta": about(loaded), "rows": rows})

@@ -93,7 +93,7 @@ def perplexity(
         decode_tokens: predict only this many last tokens of each window, with one forward each, after a prefill of the others. 0: predict
             all S, in chunks.
         tokenizer: counts the bytes of the predicted tokens.
-        progress: called with (windows done, number of windows).
+        progress: called with (tokens predicted, number of tokens).
     Raises:
         UsageError: decode_tokens is negative, or larger than S.
     """
@@ -146,7 +146,7 @@ def by_token(
         windows: `[N, S + 1]` token ids.
         start: tokens of a window that are prefilled without predicting, in forwards of `chunk`.
         step: tokens of a forward after that.
-        progress: called with (windows done, number of windows).
+        progress: called with (tokens predicted, number of tokens).
     Returns:
         By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats; the KL divergence of the first run's prediction from
         this one's, in nats; and 1 where both predict the same token as the likeliest, else 0. And by name, the bytes of the cache per token
@@ -171,9 +171,9 @@ def by_token(
                 kl = (baseline.exp() * (baseline - predicted)).sum(-1)
                 same = baseline.argmax(-1) == predicted.argmax(-1)
                 found[name][:, number, begin - start : end - start] = torch.stack([losses, kl, same])
+            if progress:
+                progress(number * (context - start) + end - start, count * (context - start))
         held = {name: getattr(cache, "nbytes", math.nan) / context for name, (_, cache) in opened.items()}
-        if progress:
-            progress(number + 1, count)
     return found, held
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -262,6 +263,13 @@ def test_rounded_queries_are_reported(planted, monkeypatch):
     for chunk, rounds in ((64, False), (65, True)):  # two query heads for each KV head
         assert study._rounds_queries(planted, cache, chunk * 2) is rounds
     assert not study._rounds_queries(planted, cache_factory("scale-1", planted)(), 1000)
+
+
+def test_the_cache_has_the_name_that_the_model_knows(planted):
+    """transformers 5.24 warns of the older one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        sensitivity(planted, WINDOWS[:1, :9], chunk=CHUNK)
 
 
 def test_hooks_are_removed(planted, report):
