@@ -16,10 +16,15 @@ MODEL = str(Path(__file__).parents[2] / "models/stdlib-llama")
 PROMPTS, ANSWER = 20, 48  # prompts, and tokens of an answer
 
 
+def text_of(tokenizer):
+    """Tokens of held-out text."""
+    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
+        return tokenizer(file.read()[:400_000])["input_ids"]
+
+
 def prompts_of(tokenizer):
     """Prompts of 20 to 900 tokens of held-out text."""
-    with lzma.open(f"{MODEL}/heldout.txt.xz", "rt") as file:
-        ids, draw = tokenizer(file.read()[:400_000])["input_ids"], random.Random(0)
+    ids, draw = text_of(tokenizer), random.Random(0)
     return [ids[start : start + draw.randint(20, 900)] for start in range(0, PROMPTS * 1000, 1000)]
 
 

@@ -42,7 +42,7 @@ def make_engine(way, options):
         if way == "eagle":
             save_eagle(Path(folder))
             given["speculative_config"] = given["speculative_config"] | {"model": folder}
-        return LLM(MODEL, **given)
+        return LLM(given.pop("model", MODEL), **given)
 
 
 def save_eagle(folder):
@@ -91,7 +91,11 @@ def ask(llm, tokens=ANSWER, transfers=({},) * PROMPTS):
 
 
 def answers_of(llm, **options):
-    asked = ask(llm, **options)
+    return found_of(ask(llm, **options))
+
+
+def found_of(asked):
+    """The tokens, log-probabilities and number of cached tokens of what vLLM has returned."""
     return {
         "answers": [list(one.outputs[0].token_ids) for one in asked],
         "logprobs": [[{token: x.logprob for token, x in step.items()} for step in one.outputs[0].logprobs] for one in asked],

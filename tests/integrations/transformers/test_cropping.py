@@ -1,0 +1,100 @@
+"""Tokens that are dropped from the end of a cache: any number of them, in every layer. None are dropped from its beginning."""
+
+import pytest
+import torch
+
+from fp8attn.integrations.transformers import FP8Cache
+from tests.support.transformers_models import close, generated, make, one_thread, prompt  # noqa: F401
+
+LENGTH, SHORT = 256, 32  # of static caches; of windows that stay in 16 bits
+MODELS = {
+    "llama": ("llama", {}),
+    "16-bit window": ("gemma3", {"sliding_window": SHORT}),
+    "8-bit window": ("gemma3", {"sliding_window": 384}),
+    "sinks": ("gpt-oss-sinks", {"sliding_window": 384}),
+}
+IDS = prompt(length=LENGTH)
+OTHER = IDS[:, :17].flip(1)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    family, changes = MODELS[request.param]
+    return make(family, **changes)
+
+
+@torch.no_grad()
+def filled(model, length, static=False):
+    """A growing or static cache that holds the first `length` tokens."""
+    cache = FP8Cache(model, max_cache_len=LENGTH if static else None)
+    if length:
+        model(IDS[:, :length], past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def next_logits(model, cache):
+    return model(OTHER, past_key_values=cache).logits
+
+
+def contents(cache, length):
+    """K and V of the first tokens in the pages of every layer and sequence, dequantized to float32."""
+    return [x for layer in cache.fp8_layers for seq in range(2) for x in cache.pages(layer).read(seq, length)]
+
+
+def lengths(cache):
+    return {int(layer.get_seq_length()) for layer in cache.layers}
+
+
+def cannot_crop(cache, held):
+    """A window in 16 bits that is full, or of static form, cannot go back."""
+    plain = len(cache.fp8_layers) < len(cache.layers)
+    return plain and (held >= SHORT or cache.layers[-1].get_max_length() > 0)
+
+
+@pytest.mark.parametrize("held", [3, 31, 130])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("number", [int, torch.tensor], ids=["int", "tensor"])
+def test_crop_keeps_exactly_the_tokens_before(model, held, static, number):
+    """transformers#47433: `crop(0)` keeps everything, and `crop(-5)` of 3 tokens keeps one stale token. Where nothing is left, the next
+    prompt gives the bits that an empty cache gives."""
+    for n in (0, 1, held - 1, held, held + 1, held + 5):
+        cache = filled(model, held, static)
+        before, kept = contents(cache, held), max(0, held - n)
+        if cannot_crop(cache, held):
+            if not n:
+                continue  # whether that crop is refused makes no difference
+            with pytest.raises((RuntimeError, ValueError), match="activate_past_recording|crop needs a cache that grows"):
+                cache.crop(number(-n))
+            kept = held
+        else:
+            cache.crop(number(-n))
+        assert int(cache.get_seq_length()) == kept and lengths(cache) == {kept}
+        if kept:
+            assert all(torch.equal(now, then[:kept]) for now, then in zip(contents(cache, kept), before, strict=True))
+        expected = next_logits(model, filled(model, kept, static))
+        found = next_logits(model, cache)
+        if kept in (0, held):
+            assert torch.equal(found, expected)
+        else:  # the tokens that were dropped may have made the scales of a page larger, so that the others are coarser
+            close(found, expected, 0.02)
+
+
+def test_a_positive_crop_is_refused_and_changes_nothing(model):
+    """Until version 5.18, transformers took it for the number of tokens to keep."""
+    cache = filled(model, 30)
+    before = contents(cache, 30)
+    for n in (1, 30, 35, torch.tensor(5)):
+        with pytest.raises(ValueError, match="crop takes minus the number of tokens to forget"):
+            cache.crop(n)
+    assert lengths(cache) == {30} and all(map(torch.equal, contents(cache, 30), before))
+
+
+@pytest.mark.parametrize("n", [5, 30, 35])
+def test_generation_after_a_crop_is_that_of_what_is_left(model, n):
+    cache = filled(model, 30)
+    cache.crop(-n)
+    ids = torch.cat([IDS[:, : max(0, 30 - n)], OTHER], 1)
+    (tokens, scores), (expected, expected_scores) = (generated(model, each, ids) for each in (cache, FP8Cache(model)))
+    assert torch.equal(tokens, expected)
+    close(scores, expected_scores, 0.02)  # as above

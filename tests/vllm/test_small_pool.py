@@ -1,0 +1,62 @@
+"""vLLM engines on a CPU whose pool is smaller than what is asked of it: blocks are freed, used by others, and computed again."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from fp8attn import KVScales, LayerScales
+from tests.support.answers import answers_of
+from tests.support.near_ties import check_near_ties
+from tests.vllm.run_small_pool import BLOCKS, LONG, PROMPTS, ROUNDS, SHARED, SPLITS
+from tests.vllm.test_blocks import GEMMA3, save
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """The answers of one engine. Its static means are random: any are right, if all that read a page have those that wrote it."""
+    file = tmp_path_factory.mktemp("scales") / "scales.safetensors"
+    means = torch.randn(4, 2, 4, 64, generator=torch.Generator().manual_seed(0))
+    layers = {i: LayerScales(torch.ones(4), torch.ones(4), *mean) for i, mean in enumerate(means)}
+    KVScales(layers, num_layers=4, num_kv_heads=4, head_dim=64).save(file)
+    return answers_of("tests.vllm.run_small_pool", "requests", {"additional_config": {"fp8attn": {"scales": str(file)}}})
+
+
+def test_answers_in_a_full_pool_are_those_of_each_request_alone(found):
+    """vllm#50702: with prefix caching and a pool that is always full, words of other requests."""
+    assert len(found["alone"]["answers"]) == PROMPTS and found["preemptions"] > 0
+    assert found["together"]["cached"] >= (PROMPTS - 4) * (SHARED // 128) * 128  # the first step computes it for those in the step
+    check_near_ties(found["together"], found["alone"])
+    equal = sum(map(list.__eq__, found["together"]["answers"], found["alone"]["answers"]))
+    print(f"{found['preemptions']:.0f} preemptions; {equal} of {PROMPTS} answers are equal")
+    assert equal >= PROMPTS - 3  # measured: 29; the others are near-ties
+
+
+@pytest.mark.parametrize("n", SPLITS)
+def test_a_prompt_whose_beginning_is_cached_has_the_answer_of_the_whole(found, n):
+    """sglang#24198, sglang#19603: the first request is right, and all that read a cached beginning are garbled."""
+    after, empty = found["split"][str(n)].values()
+    assert empty["cached"] == 0 and (n < 128 or after["cached"] == 128)
+    check_near_ties(after, empty)
+    assert after["answers"] == empty["answers"]
+
+
+def test_a_prefix_that_was_evicted_is_computed_again(found):
+    """local-inference-lab/vllm#480: a prefix, other requests until it is evicted, and the prefix again: worse in each round. The same steps
+    give the same bits."""
+    first, *rounds = found["rounds"]
+    assert len(rounds) == ROUNDS and LONG // 128 < BLOCKS
+    for again in rounds:
+        assert again == first and again["cached"] == 0
+
+
+def test_layers_with_and_without_windows_get_blocks_of_each_other(tmp_path):
+    """vllm#47574: blocks that a window has left come back to layers without one, and bytes of another format in them are NaN. Here the pool
+    has just the blocks of the longest prompt, and what is in them makes no difference to the bit, also if it is NaN."""
+    model, prompts, _ = save(tmp_path, (900, 700, 30), **GEMMA3)
+    options = {"model": str(model), "prompts": str(prompts), "max_num_batched_tokens": 256, "num_gpu_blocks_override": 26}
+    found = answers_of("tests.vllm.run_small_pool", "windows", options)
+    first, again, poisoned = (found[name] for name in ("first", "again", "poisoned"))
+    assert [len(x) for x in first] == [899, 699, 29] and all(torch.tensor(x).isfinite().all() for x in first)
+    assert again == first
+    assert poisoned == first
