@@ -16,9 +16,9 @@ from tests.vllm.test_blocks import GEMMA3, save
 def found(tmp_path_factory):
     """The answers of one engine. Its static means are random: any are right, if all that read a page have those that wrote it."""
     file = tmp_path_factory.mktemp("scales") / "scales.safetensors"
-    means = torch.randn(4, 2, 4, 64, generator=torch.Generator().manual_seed(0))
-    layers = {i: LayerScales(torch.ones(4), torch.ones(4), *mean) for i, mean in enumerate(means)}
-    KVScales(layers, num_layers=4, num_kv_heads=4, head_dim=64).save(file)
+    means = torch.randn(6, 2, 2, 128, generator=torch.Generator().manual_seed(0))
+    layers = {i: LayerScales(torch.ones(2), torch.ones(2), *mean) for i, mean in enumerate(means)}
+    KVScales(layers, num_layers=6, num_kv_heads=2, head_dim=128).save(file)
     return answers_of("tests.vllm.run_small_pool", "requests", {"additional_config": {"fp8attn": {"scales": str(file)}}})
 
 
@@ -53,8 +53,9 @@ def test_a_prefix_that_was_evicted_is_computed_again(found):
 def test_layers_with_and_without_windows_get_blocks_of_each_other(tmp_path):
     """vllm#47574: blocks that a window has left come back to layers without one, and bytes of another format in them are NaN. Here the pool
     has just the blocks of the longest prompt, and what is in them makes no difference to the bit, also if it is NaN."""
-    model, prompts, _ = save(tmp_path, (900, 700, 30), **GEMMA3)
-    options = {"model": str(model), "prompts": str(prompts), "max_num_batched_tokens": 256, "num_gpu_blocks_override": 26}
+    model, prompts, _ = save(tmp_path, (900, 700, 30), **GEMMA3 | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2})
+    options = {"model": str(model), "prompts": str(prompts), "max_num_batched_tokens": 256}
+    options |= {"num_gpu_blocks_override": 15, "max_model_len": 908}
     found = answers_of("tests.vllm.run_small_pool", "windows", options)
     first, again, poisoned = (found[name] for name in ("first", "again", "poisoned"))
     assert [len(x) for x in first] == [899, 699, 29] and all(torch.tensor(x).isfinite().all() for x in first)
