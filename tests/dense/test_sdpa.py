@@ -167,6 +167,22 @@ def test_what_falls_back_is_exact(options):
     assert torch.equal(scaled_dot_product_attention(query, key, value, **options), expected)
 
 
+def test_rows_that_see_nothing_are_zero_in_float16():
+    """unsloth#9848, unsloth#9708: rows of padding that attend to nothing are NaN. Rows of 1 to 64 tokens, with padding on the left by more
+    than a page, beside those of each row alone in float32."""
+    lengths, width = (1, 2, 63, 64, 200), 200
+    query, key, value = bhsd(5, 4, width, 64, False, torch.float16), *(bhsd(5, 2, width, 64, False, torch.float16) for _ in "kv")
+    tokens = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    mask = tokens[:, None, None] & torch.ones(width, width, dtype=torch.bool).tril()
+    found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    assert torch.equal(found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True))
+    for row, length in enumerate(lengths):
+        assert not found[row, :, : width - length].any()
+        own = (x[row : row + 1, :, width - length :].float() for x in (query, key, value))
+        alone = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(found[row, :, width - length :].float(), alone[0], rtol=2**-9, atol=2**-10)  # float16 rounds by 2^-11
+
+
 def test_gradients_flow_through_the_fallback():
     query = bhsd(1, 2, 9, 64).requires_grad_()
     scaled_dot_product_attention(query, query, query).sum().backward()

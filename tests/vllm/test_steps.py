@@ -52,6 +52,30 @@ def test_padded_requests_of_a_graph(builder):
     assert part.cu_seqlens.tolist() == [0, 1, 2, 2, 2] and part.cache_seqlens.tolist() == [300, 20, 0, 0]
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 1.0, 2.0, 3.0])])
+@pytest.mark.parametrize("padded", [0, 1])
+def test_padded_requests_write_nothing_and_answer_zeros(builder, monkeypatch, padded, sinks):
+    """vllm#37442: rows of requests with a length of zero were never written, and what was in them spread by a maximum of the batch. Here the
+    padding has tokens or none, and they, the output and block 0, which its tables name, are NaN."""
+    made, layer = layer_impl(monkeypatch, sinks=sinks)
+    cache = torch.full((4, HEADS, 128, 2 * D + 1), 0xFF, dtype=torch.uint8)
+    prompt(builder, made, layer, cache)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, heads, D, generator=generator) for heads in (GROUP * HEADS, HEADS, HEADS))
+    real = Step([1], [201], [[1, 2]])
+    again = cache.clone()
+    expected = made.forward(layer, q[:1], k[:1], v[:1], again, builder.build(0, real), torch.full_like(q[:1], torch.nan))
+    for x in (q, k, v):
+        x[1:] = torch.nan
+    made.engine_layer.pool = None  # bind to the other copy
+    step = Step([1, padded, padded], [201, 0, 0], [[1, 2], [0, 0], [0, 0]])
+    step.num_actual_tokens = 3
+    found = made.forward(layer, q, k, v, cache, builder.build(0, step), torch.full_like(q, torch.nan))
+    assert torch.equal(cache, again)
+    assert torch.equal(found[:1], expected) and expected.isfinite().all()
+    assert not found[1:].any()
+
+
 @pytest.mark.parametrize("queries", [[1, 1, 5, 200], [1, 1, 1], [7, 200], [200]])
 def test_another_group_of_blocks_has_another_table_only(builder, queries):
     lengths = [max(300, n) for n in queries]

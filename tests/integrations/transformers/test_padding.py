@@ -11,13 +11,16 @@ from tests.support.transformers_models import VOCABULARY, make, one_thread, usin
 WIDTH, STEPS = 450, 2  # of the batch's prompts; tokens after them
 LENGTHS = (1, 2, 17, 63, 64, WIDTH)  # of the rows' prompts
 WINDOWS = {"sliding_window": 384, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+# What a model has, and the limit of a row's error: half again as much as was measured, which is what 8 bits cost these models. If queries saw
+# one token of padding, the rows of 1 to 64 tokens would be 0.11 to 0.53 off, those of Gemma 3 and 2 0.03 to 0.1, and of Gemma 4 0.07 to 0.17.
 MODELS = {
-    "llama": {"num_hidden_layers": 2},
-    "gemma3": WINDOWS,
-    "gemma2-softcap": WINDOWS,
-    "gpt-oss-sinks": WINDOWS | {"num_experts_per_tok": 2},  # all: a rounding can change which are chosen
-    "gemma4-512-k-is-v-shared-kv": {"sliding_window": 384},
+    "llama": ({"num_hidden_layers": 2}, 0.042),
+    "gemma3": (WINDOWS, 0.006),
+    "gemma2-softcap": (WINDOWS, 0.007),
+    "gpt-oss-sinks": (WINDOWS | {"num_experts_per_tok": 2}, 0.027),  # all experts: a rounding can change which are chosen
+    "gemma4-512-k-is-v-shared-kv": ({"sliding_window": 384}, 0.018),
 }
+FLOAT16 = 0.007  # likewise, without a cache
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,8 @@ def test_padded_rows_in_float16_are_finite_and_the_others_as_if_alone_in_float32
     """unsloth#9848, unsloth#9708: rows of padding attend to nothing, and their NaNs reach all of the batch in float16, also in one forward
     without a cache."""
     ids, mask = batch
-    model, exact = make(family, **MODELS[family]).half(), make(family, **MODELS[family])
+    options, limit = MODELS[family]
+    model, exact = make(family, **options).half(), make(family, **options)
     cache = None if form == "no cache" else FP8Cache(model, max_cache_len=WIDTH + STEPS if form == "static" else None)
     found = logits(model, cache, ids, mask)
     assert found.dtype == torch.float16 and found.isfinite().all()
@@ -55,7 +59,4 @@ def test_padded_rows_in_float16_are_finite_and_the_others_as_if_alone_in_float32
             own = slice(row, row + 1), slice(WIDTH - length, None)
             expected = logits(exact, DynamicCache(config=exact.config), ids[own], mask[own])
             errors[length] = relative_error(found[own].float(), expected)
-    print(family, form, errors)
-    # Measured: at most 0.028, which is what 8 bits cost these models, and 0.003 without a cache, which is what float16 costs. One token of
-    # padding that a query sees costs 0.3 and more in the short rows.
-    assert max(errors.values()) < (0.006 if form == "no cache" else 0.04), errors
+    assert max(errors.values()) < (FLOAT16 if cache is None else limit), errors

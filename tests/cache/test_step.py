@@ -1,0 +1,105 @@
+"""Steps of a cache: tokens that come in parts, sequences without tokens, tokens for which there is no room, and positions that begin later."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp8attn
+from fp8attn import OutOfPagesError, PagedKVCache
+from fp8attn.formats.rope import Rope, apply_rope
+from fp8attn.numerics import relative_error
+from tests.support.kernel_cases import poison_empty
+
+HEADS, GROUP, DIM = 2, 2, 64
+SPLITS = (1, 127, 128, 129)
+
+
+def tokens(count, seed=0):
+    """Q, K and V. The mean of K and V is far from zero, so that static means matter."""
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(count, heads, DIM, generator=draw) for heads in (GROUP * HEADS, HEADS, HEADS))
+    return q, k + 3, v - 2
+
+
+def attended(cache, q, k, v, lengths=None):
+    cache.append(0, k, v, lengths=lengths)
+    return cache.attention(0, q)
+
+
+@pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
+@pytest.mark.parametrize("form", [{}, {"max_seqlen": 300}])
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_prompt_in_two_appends_is_that_of_one(key_dtype, form, split):
+    """sglang#24198, sglang#19603: what had been cached was read without its scales. Here both parts have static means: pages are equal to the
+    bit, and so is the attention of tokens whose pages no later token made coarser."""
+    means = {"k_mean": torch.full((HEADS, DIM), 3.0), "v_mean": torch.full((HEADS, DIM), -2.0)}
+    whole, parts, bare = (PagedKVCache(HEADS, DIM, key_dtype=key_dtype, **form, **given) for given in (means, means, {}))
+    q, k, v = tokens(260)
+    expected, plain = (attended(cache, q, k, v) for cache in (whole, bare))
+    found = torch.cat([attended(parts, q[at], k[at], v[at]) for at in (slice(0, split), slice(split, None))])
+    assert all(map(torch.equal, parts.read(0, 0), whole.read(0, 0)))
+    assert torch.equal(found[split:], expected[split:])
+    exact = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1).double() for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(0, 1)  # fmt: skip
+    error, without = (relative_error(x + 2, exact + 2) for x in (found, plain))  # beside what V's mean adds
+    print(key_dtype, split, error, without)
+    assert error < 0.04 < without
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("form", [{}, {"max_seqlen": 256}])
+def test_sequences_without_tokens_change_no_others(backend, form, monkeypatch):
+    """vllm#37442: rows of empty sequences were never written, and what was in them spread to the others by a maximum of the batch. Here
+    memory that nothing writes is NaN."""
+    poison_empty(monkeypatch)
+    cache, alone = (PagedKVCache(HEADS, DIM, num_seqs=n, backend=backend, **form) for n in (4, 2))
+    for step, lengths in enumerate(([140, 0, 3, 0], [1, 0, 1, 0])):
+        given = [x.half() for x in tokens(sum(lengths), step)]
+        found, expected = attended(cache, *given, lengths), attended(alone, *given, [n for n in lengths if n])
+        assert found.isfinite().all() and torch.equal(found, expected)
+    assert cache.lengths == (141, 0, 4, 0)
+    q, bounds = tokens(2)[0].half(), torch.tensor([0, 1, 1, 2, 2], dtype=torch.int32)
+    out = torch.full_like(q, torch.nan)
+    given = {"backend": backend, "max_seqlen_q": 1}
+    fp8attn.attention(q, cache.pages(0), cu_seqlens_q=bounds, out=out, **given)
+    assert torch.equal(out, fp8attn.attention(q, alone.pages(0), cu_seqlens_q=bounds[[0, 1, 3]], **given))
+    nothing = fp8attn.attention(q[:0], cache.pages(0), cu_seqlens_q=bounds * 0, **given)
+    assert nothing.shape == (0, GROUP * HEADS, DIM)
+
+
+@pytest.mark.parametrize("form", [{"num_pages": 2}, {"max_seqlen": 256}])
+def test_a_full_cache_refuses_tokens_and_drops_none(form):
+    """llama.cpp#9383, llama.cpp#9743, llama.cpp#7230: a context shift drops the oldest tokens of a full cache, and turns the others by
+    RoPE, which their 8-bit keys cannot be. There is none: what does not fit is refused."""
+    cache = PagedKVCache(HEADS, DIM, **form)
+    q, k, v = tokens(257)
+    cache.append(0, k[:250], v[:250])
+    held = cache.read(0, 0)
+    for count in (7, 257):
+        with pytest.raises((OutOfPagesError, RuntimeError, ValueError), match="num_pages|max_seqlen"):
+            cache.append(0, k[:count], v[:count])
+        assert cache.lengths == (250,) and all(map(torch.equal, cache.read(0, 0), held))
+    with pytest.raises(ValueError, match="length"):
+        cache.truncate([-7])
+    assert attended(cache, q[:6], k[250:256], v[250:256]).isfinite().all() and cache.lengths == (256,)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_may_begin_anywhere(interleaved):
+    """llama.cpp#7230: keys are stored as RoPE has turned them, so the bytes are those of their positions, and attention depends on
+    differences of positions only. A cache knows no positions: whoever moves them says so by the tables."""
+    count, first = 200, 1000
+    q, k, v = tokens(count)
+    outs = []
+    for begin in (0, first):
+        angle = torch.outer(torch.arange(begin, begin + count).double(), 1e4 ** (-torch.arange(0, 1, 2 / DIM, dtype=torch.float64)))
+        rope = Rope(angle.cos().float(), angle.sin().float(), interleaved)
+        fused, turned = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM)
+        rotated = fused.append(0, k, v, q=q, rope_cos=rope.cos, rope_sin=rope.sin, rope_interleaved=interleaved)
+        turned.append(0, apply_rope(k, rope), v)
+        assert all(map(torch.equal, fused.read(0, 0), turned.read(0, 0)))
+        outs.append(fused.attention(0, rotated))
+    error = relative_error(*outs)
+    print(error)
+    assert 0 < error < 0.01  # other angles, other roundings to 8 bits
