@@ -76,6 +76,7 @@ ROWS = {
     "fp8attn/kernels/ptx.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/mode/graph.py": ("mode/test_compiled.py",),
     "fp8attn/mode/report.py": ("mode/test_policy.py",),
+    "fp8attn/ops.py": ("test_inference_mode.py",),
     "fp8attn/pages.py": ("test_ops.py", "formats/test_page_layout.py"),
     "fp8attn/params.py": ("test_ops.py",),
     "fp8attn/precompile/": ("precompile/test_calls.py", "integrations/test_warmup.py"),
