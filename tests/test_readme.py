@@ -64,6 +64,13 @@ def test_no_line_begins_with_a_generated_number(page):
     assert not re.findall(r"^ *<!-- results: [\w-]+ -->\S.*", (ROOT / page).read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if not page.startswith("docs/lab/")])
+def test_no_table_cell_is_an_essay(page):
+    """A reader of a table compares short cells. What is longer is a section."""
+    rows = re.findall(r"^\|(.*)\|$", (ROOT / page).read_text(), re.MULTILINE)
+    assert not [cell for row in rows for cell in row.split(" | ") if len(cell.strip()) > 200]
+
+
 def test_every_block_of_readme_runs_alone_and_prints_what_is_shown(monkeypatch):
     pytest.importorskip("transformers")
     _, printed, outs = run("README.md", monkeypatch, alone=True)

@@ -79,9 +79,9 @@ class Weights:
                 stacklevel=3,
             )
         else:
-            reason = "batch_invariant=True has no layer in 16 bits" if self.batch_invariant else "no other layer would be"
+            reason = "batch_invariant=True has no layer in 16 bits" if self.batch_invariant else "otherwise no layer would be"
             warnings.warn(
-                f"layers {ranges(self.losing)} of {name} lose accuracy in 8 bits. {why}. They are in 8 bits because {reason}. Use "
+                f"layers {ranges(self.losing)} of {name} lose accuracy in 8 bits. {why}. They stay in 8 bits: {reason}. Use "
                 "transformers' own cache (DynamicCache(config=model.config)), name layers to keep in 16 bits (skip_layers=[...]), or pass "
                 "skip_layers=() for the same without this warning",
                 stacklevel=3,
