@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers import CompileConfig, StaticCache
+from transformers import CompileConfig, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from fp8attn import ops
 from fp8attn.formats.page_layout import PAGE_SIZE
@@ -147,12 +148,39 @@ def test_generate(llama, options, static):
     close(results[0][1], results[1][1])
 
 
-def test_beam_search_across_a_page_boundary(llama):
-    ids = prompt(length=120)
-    options = {"num_beams": 3, "max_new_tokens": 20}
-    ours, oracle = (generated(llama, cache, ids, **options) for cache in (FP8Cache(llama), Oracle(llama.config)))
-    assert torch.equal(ours[0], oracle[0])
-    close(ours[1], oracle[1])
+@pytest.mark.parametrize("length", [100, 120, 128])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("skip", [(), (0,)])
+def test_beams_take_all_of_their_tokens_with_them(llama, length, static, skip):
+    """transformers#48700: of a quantized layer only the tokens that are not yet quantized were moved between beams. 20 tokens before, across
+    and after the end of a page; a layer in 16 bits or none."""
+    ids = prompt(length=length)
+    options = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 20}
+    oracle = Oracle(llama.config)
+    for index in skip:
+        oracle.layers[index] = DynamicLayer()
+    ours, expected = (
+        generated(llama, cache, ids, **options)
+        for cache in (FP8Cache(llama, max_cache_len=160 if static else None, skip_layers=skip), oracle)
+    )
+    assert ours[0].shape == (2 * 3, 20) and torch.equal(ours[0], expected[0])
+    close(ours[1], expected[1])
+
+
+def test_two_models_share_the_options_of_their_caches_and_of_generate():
+    """transformers#45510: the first `generate` took entries out of the caller's dict of options."""
+    models, ids = [make("llama"), make("gemma3")], prompt(length=40)
+    cache_options = {"key_dtype": "e4m3", "skip_layers": [0], "max_cache_len": None}
+    config = GenerationConfig(do_sample=False, num_beams=2, max_new_tokens=6, pad_token_id=0)
+    given = {"generation_config": config, "attention_mask": torch.ones_like(ids)}
+    before = copy.deepcopy((cache_options, config.to_dict(), list(given)))
+    rounds = [[m.generate(ids, past_key_values=FP8Cache(m, **cache_options), **given) for m in models] for _ in range(2)]
+    assert (cache_options, config.to_dict(), list(given)) == before
+    for model, first, again in zip(models, *rounds, strict=True):
+        assert torch.equal(first, again)
+        alone = GenerationConfig(do_sample=False, num_beams=2, max_new_tokens=6, pad_token_id=0)
+        cache = FP8Cache(model, key_dtype="e4m3", skip_layers=[0])
+        assert torch.equal(first, model.generate(ids, past_key_values=cache, generation_config=alone))
 
 
 @pytest.mark.parametrize("static", [False, True])
