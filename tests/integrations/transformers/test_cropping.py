@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8attn.integrations.transformers import FP8Cache
-from tests.support.transformers_models import close, generated, make, one_thread, prompt  # noqa: F401
+from tests.support.transformers_models import Oracle, close, generated, make, one_thread, prompt  # noqa: F401
 
 LENGTH, SHORT = 256, 32  # of static caches; of windows that stay in 16 bits
 MODELS = {
@@ -98,3 +98,44 @@ def test_generation_after_a_crop_is_that_of_what_is_left(model, n):
     (tokens, scores), (expected, expected_scores) = (generated(model, each, ids) for each in (cache, FP8Cache(model)))
     assert torch.equal(tokens, expected)
     close(scores, expected_scores, 0.02)  # as above
+
+
+# llama.cpp#9383, llama.cpp#9743, llama.cpp#7230: a context shift drops the oldest tokens of a full cache, and crashes with 8-bit keys, which
+# RoPE would have to turn again
+
+
+@torch.no_grad()
+def test_a_full_static_cache_refuses_tokens_and_drops_none(model):
+    """It goes on as if it had not been asked, or says that it cannot."""
+    cache, want = filled(model, LENGTH - 6, static=True), filled(model, LENGTH - 6, static=True)
+    with pytest.raises(RuntimeError, match="larger max_cache_len"):
+        model(IDS[:, :7], past_key_values=cache)
+    ends = {"past_key_values": want}
+    expected = model(IDS[:, -6:], **ends).logits
+    assert want.get_seq_length() == LENGTH
+    try:
+        found = model(IDS[:, -6:], past_key_values=cache).logits
+    except RuntimeError as error:  # a window in 16 bits has taken the 7 tokens, and cannot go back
+        assert "reset()" in str(error) and len(cache.fp8_layers) < len(cache.layers)
+    else:
+        assert torch.equal(found, expected) and cache.get_seq_length() == LENGTH
+
+
+def test_generate_does_not_go_on_past_a_full_static_cache(model):
+    with pytest.raises((RuntimeError, ValueError), match="max_cache_len"):
+        generated(model, FP8Cache(model, max_cache_len=40), IDS[:, :35], max_new_tokens=8)
+
+
+@torch.no_grad()
+def test_positions_may_jump():
+    """Keys are stored as RoPE has turned them. A model that is given other positions for new tokens attends from there."""
+    model = make("llama")
+    outs = []
+    for cache in (FP8Cache(model), Oracle(model.config)):
+        model(IDS[:, :200], past_key_values=cache)
+        outs.append(model(IDS[:, 200:220], position_ids=torch.arange(900, 920)[None], past_key_values=cache).logits)
+    close(*outs, 1e-3)  # measured: 2e-5, FP32 sums in another order; the other positions are more than 0.1
+    near = FP8Cache(model)
+    model(IDS[:, :200], past_key_values=near)
+    with pytest.raises(AssertionError):
+        close(outs[0], model(IDS[:, 200:220], past_key_values=near).logits, 0.1)
