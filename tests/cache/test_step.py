@@ -1,4 +1,5 @@
-"""Steps of a cache: tokens that come in parts, sequences without tokens, tokens for which there is no room, and positions that begin later."""
+"""Steps of a cache: tokens that come in parts, sequences without tokens, tokens for which there is no room, and
+positions that begin later."""
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ def attended(cache, q, k, v, lengths=None):
     return cache.attention(0, q)
 
 
+# sglang#24198, sglang#19603
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
 @pytest.mark.parametrize("form", [{}, {"max_seqlen": 300}])
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_prompt_in_two_appends_is_that_of_one(key_dtype, form, split):
-    """sglang#24198, sglang#19603: what had been cached was read without its scales. Here both parts have static means: pages are equal to the
-    bit, and so is the attention of tokens whose pages no later token made coarser."""
+    """Reported: what is already cached is read without its scales. Here both parts have static means. Pages are equal
+    to the bit, and so is the attention of the second part's tokens."""
     means = {"k_mean": torch.full((HEADS, DIM), 3.0), "v_mean": torch.full((HEADS, DIM), -2.0)}
     whole, parts, bare = (PagedKVCache(HEADS, DIM, key_dtype=key_dtype, **form, **given) for given in (means, means, {}))
     q, k, v = tokens(260)
@@ -47,11 +49,12 @@ def test_a_prompt_in_two_appends_is_that_of_one(key_dtype, form, split):
     assert error < 0.04 < without
 
 
+# vllm#37442
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("form", [{}, {"max_seqlen": 256}])
 def test_sequences_without_tokens_change_no_others(backend, form, monkeypatch):
-    """vllm#37442: rows of empty sequences were never written, and what was in them spread to the others by a maximum of the batch. Here
-    memory that nothing writes is NaN."""
+    """Reported: rows of empty sequences are never written, and what is in them spreads to others by a maximum of the
+    batch. Here all memory is NaN until it is written."""
     poison_empty(monkeypatch)
     cache, alone = (PagedKVCache(HEADS, DIM, num_seqs=n, backend=backend, **form) for n in (4, 2))
     for step, lengths in enumerate(([140, 0, 3, 0], [1, 0, 1, 0])):
@@ -68,16 +71,17 @@ def test_sequences_without_tokens_change_no_others(backend, form, monkeypatch):
     assert nothing.shape == (0, GROUP * HEADS, DIM)
 
 
+# llama.cpp#9383, llama.cpp#9743, llama.cpp#7230
 @pytest.mark.parametrize("form", [{"num_pages": 2}, {"max_seqlen": 256}])
 def test_a_full_cache_refuses_tokens_and_drops_none(form):
-    """llama.cpp#9383, llama.cpp#9743, llama.cpp#7230: a context shift drops the oldest tokens of a full cache, and turns the others by
-    RoPE, which their 8-bit keys cannot be. There is none: what does not fit is refused."""
+    """Reported: a context shift drops the oldest tokens of a full cache, and crashes where it turns quantized keys by
+    RoPE. There is no such shift here: tokens that do not fit are refused."""
     cache = PagedKVCache(HEADS, DIM, **form)
     q, k, v = tokens(257)
     cache.append(0, k[:250], v[:250])
     held = cache.read(0, 0)
     for count in (7, 257):
-        with pytest.raises((OutOfPagesError, RuntimeError, ValueError), match="num_pages|max_seqlen"):
+        with pytest.raises((OutOfPagesError, RuntimeError, ValueError), match=r"num_pages|max_seqlen"):
             cache.append(0, k[:count], v[:count])
         assert cache.lengths == (250,) and all(map(torch.equal, cache.read(0, 0), held))
     with pytest.raises(ValueError, match="length"):
@@ -85,10 +89,11 @@ def test_a_full_cache_refuses_tokens_and_drops_none(form):
     assert attended(cache, q[:6], k[250:256], v[250:256]).isfinite().all() and cache.lengths == (256,)
 
 
+# llama.cpp#7230
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_positions_may_begin_anywhere(interleaved):
-    """llama.cpp#7230: keys are stored as RoPE has turned them, so the bytes are those of their positions, and attention depends on
-    differences of positions only. A cache knows no positions: whoever moves them says so by the tables."""
+    """Keys are stored as RoPE has turned them, so their bytes are those of their positions. Attention depends on
+    differences of positions only."""
     count, first = 200, 1000
     q, k, v = tokens(count)
     outs = []

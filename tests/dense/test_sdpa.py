@@ -167,9 +167,10 @@ def test_what_falls_back_is_exact(options):
     assert torch.equal(scaled_dot_product_attention(query, key, value, **options), expected)
 
 
+# unsloth#9848, unsloth#9708
 def test_rows_that_see_nothing_are_zero_in_float16():
-    """unsloth#9848, unsloth#9708: rows of padding that attend to nothing are NaN. Rows of 1 to 64 tokens, with padding on the left by more
-    than a page, beside those of each row alone in float32."""
+    """Reported: rows of padding that attend to nothing are NaN. Here rows of 1 to 64 tokens have padding on the left by
+    more than a page. They are compared with each row alone in float32."""
     lengths, width = (1, 2, 63, 64, 200), 200
     query, key, value = bhsd(5, 4, width, 64, False, torch.float16), *(bhsd(5, 2, width, 64, False, torch.float16) for _ in "kv")
     tokens = torch.arange(width) >= width - torch.tensor(lengths)[:, None]

@@ -1,16 +1,20 @@
 """One engine on a CPU whose pool of blocks is small, in a process of its own.
 
-    python -m tests.vllm.run_small_pool requests|windows [ENGINE_OPTIONS_AS_JSON]
+    python -m tests.vllm.run_small_pool requests|windows|load [ENGINE_OPTIONS_AS_JSON]
 
-The last line of the output is `ANSWERS` and a JSON object. "requests": greedy answers of `models/stdlib-llama`, with prefix caching:
+The last line of the output is `ANSWERS` and a JSON object. "requests": greedy answers of `models/stdlib-llama`, with
+prefix caching:
 
-"alone", "together": prompts with a common beginning, each in an empty pool, and all at once, which need several times the pool.
-    "preemptions" counts how often a request gave its blocks back and was computed again.
-"split": by length n of a first prompt, a longer prompt that begins with it: in an empty pool, and after the first prompt.
+"alone", "together": prompts with a common beginning, each in an empty pool, and all at once, which need several times
+    the pool. "preemptions" counts how often a request gave its blocks back and was computed again.
+"split": by length n of a first prompt, a longer prompt that begins with it: in an empty pool, and after the first
+    prompt.
 "rounds": one long prompt, every time after other prompts have filled the whole pool.
 
-"windows": log-probabilities of the prompts of a file ("prompts", an option that is not vLLM's), one prompt after the other, "first";
-"again" in the pool that they have left; and "poisoned", in one of NaNs.
+"windows": log-probabilities of the prompts of a file ("prompts", an option that is not vLLM's), one prompt after the
+other: "first"; "again" in the pool that they have left; and "poisoned", in one of NaNs.
+
+"load": greedy answers to 64 requests that share eight beginnings, three times, each time in another order ("rounds").
 """
 
 import json
@@ -65,6 +69,18 @@ def requests(llm):
     return found
 
 
+def load(llm):
+    text, draw = text_of(llm.get_tokenizer()), random.Random(0)
+    prompts = [text[1000 * (i % 8) :][:600] + text[10_000 + 1000 * i :][: draw.randint(20, 400)] for i in range(64)]
+    rounds = []
+    for _ in range(3):
+        order = draw.sample(range(64), 64)
+        found = generate(llm, [prompts[i] for i in order])
+        places = sorted(range(64), key=order.__getitem__)
+        rounds.append({name: [found[name][at] for at in places] for name in ("answers", "logprobs")} | {"cached": found["cached"]})
+    return {"rounds": rounds}
+
+
 def poison(model):
     """Fill the pool with NaNs: in BF16, in E4M3, and as scales in float32."""
     pools = [module.kv_cache for module in model.modules() if hasattr(module, "kv_cache")]
@@ -86,8 +102,8 @@ def main(what, options="{}"):
     os.environ |= ENVIRONMENT
     options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": LONGEST, "disable_log_stats": False} | json.loads(options)
     prompts = options.pop("prompts", None)
-    if what == "requests":
-        found = requests(make_engine("prefix-caching", options))
+    if what != "windows":
+        found = {"requests": requests, "load": load}[what](make_engine("prefix-caching", options))
     else:
         found = windows(make_engine("plain", options | {"skip_tokenizer_init": True}), json.loads(Path(prompts).read_text()))
     print("ANSWERS " + json.dumps(found), flush=True)

@@ -52,11 +52,13 @@ def test_padded_requests_of_a_graph(builder):
     assert part.cu_seqlens.tolist() == [0, 1, 2, 2, 2] and part.cache_seqlens.tolist() == [300, 20, 0, 0]
 
 
+# vllm#37442
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.0, 1.0, 2.0, 3.0])])
 @pytest.mark.parametrize("padded", [0, 1])
 def test_padded_requests_write_nothing_and_answer_zeros(builder, monkeypatch, padded, sinks):
-    """vllm#37442: rows of requests with a length of zero were never written, and what was in them spread by a maximum of the batch. Here the
-    padding has tokens or none, and they, the output and block 0, which its tables name, are NaN."""
+    """Reported: rows of requests with a length of zero are never written, and what is in them spreads by a maximum of
+    the batch. Here the padding has one token or none. Its Q, K and V, the output and block 0, which its tables name,
+    are NaN."""
     made, layer = layer_impl(monkeypatch, sinks=sinks)
     cache = torch.full((4, HEADS, 128, 2 * D + 1), 0xFF, dtype=torch.uint8)
     prompt(builder, made, layer, cache)

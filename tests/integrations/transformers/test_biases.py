@@ -468,14 +468,18 @@ def next_tokens(model, cache):
     return logits(model, cache, ids, steps=4)[:, -128:].log_softmax(-1)
 
 
+# transformers#35185
 @pytest.mark.parametrize("bias", [50, 200])
 @pytest.mark.parametrize("band", ["any", "low"])
 def test_next_tokens_of_a_model_with_large_biases_of_k(bias, band):
-    """transformers#35185: an INT4 cache answers none of 120 questions with Qwen2.5-7B, whose K has biases like these, and loses nothing with
-    Mistral, which has none. (`benchmarks/tasks.py` asks Qwen2.5 itself.) Here is the KL divergence from a 16-bit cache, in nats."""
+    """Reported: with an INT4 cache Qwen2.5-7B, whose K has such biases, answers none of 120 questions, and Mistral,
+    which has none, loses nothing. (`benchmarks/tasks.py` asks Qwen2.5 itself.) Here is the KL divergence from a 16-bit
+    cache, in nats."""
     model = planted(bias, band, layers=3)
     with using(model, "sdpa"):
-        exact, cast = (next_tokens(model, each) for each in (transformers.DynamicCache(config=model.config), cache_factory("scale-1", model)()))
+        exact, cast = (
+            next_tokens(model, each) for each in (transformers.DynamicCache(config=model.config), cache_factory("scale-1", model)())
+        )
 
     def divergence(cache):
         return float((exact.exp() * (exact - next_tokens(model, cache))).sum(-1).mean())
@@ -484,7 +488,7 @@ def test_next_tokens_of_a_model_with_large_biases_of_k(bias, band):
     for key_dtype, limit in (("int8", 1e-4), ("e4m3", 4e-4)):
         # Measured: 4e-5 and 2e-4, as without biases. The layer whose keys would be coarse stays in 16 bits.
         assert divergence(FP8Cache(model, key_dtype=key_dtype)) < limit
-        # All layers in 8 bits, with biases subtracted or not. Measured: INT8 keys at most a ninth of what a cast to E4M3 costs, and E4M3 keys
-        # as much as a cast, or less.
+        # All layers in 8 bits, with biases subtracted or not. Measured: INT8 keys at most a ninth of what a cast to
+        # E4M3 costs, and E4M3 keys as much as a cast, or less.
         for cache in (FP8Cache(model, key_dtype=key_dtype, skip_layers=()), bare(model, key_dtype=key_dtype, skip_layers=())):
             assert divergence(cache) < (of_cast / 5 if key_dtype == "int8" else 1.1 * of_cast)

@@ -1,4 +1,5 @@
-"""A cache that is copied, pickled, or written to a file and read again between any two steps goes on as one that nothing has touched."""
+"""A cache that is copied, pickled, or written to a file and read again between any two steps goes on as one that
+nothing has touched."""
 
 import copy
 import pickle
@@ -36,12 +37,13 @@ MOVES = {
 }
 
 
+# transformers#48947
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("static", [None, 160])
 @torch.no_grad()
 def test_a_cache_that_is_moved_between_steps_gives_the_same_bits(model, static, move, tmp_path):
-    """transformers#48947: a hybrid's cache whose layers are moved off and back is right in the prompt, and wrong from its first reuse. Then
-    the first cache still has its own tokens, and not those of the copies."""
+    """Reported: a hybrid's cache whose layers are moved off the GPU and back is right in the prompt, and wrong from its
+    first reuse. The first cache must keep its own tokens, too, while its copies get others."""
     ids = prompt(length=LENGTH + STEPS)
     untouched, first = FP8Cache(model, max_cache_len=static), FP8Cache(model, max_cache_len=static)
     for cache in (untouched, first):

@@ -11,8 +11,9 @@ from tests.support.transformers_models import VOCABULARY, make, one_thread, usin
 WIDTH, STEPS = 450, 2  # of the batch's prompts; tokens after them
 LENGTHS = (1, 2, 17, 63, 64, WIDTH)  # of the rows' prompts
 WINDOWS = {"sliding_window": 384, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-# What a model has, and the limit of a row's error: half again as much as was measured, which is what 8 bits cost these models. If queries saw
-# one token of padding, the rows of 1 to 64 tokens would be 0.11 to 0.53 off, those of Gemma 3 and 2 0.03 to 0.1, and of Gemma 4 0.07 to 0.17.
+# What a model has, and the limit of a row's error: half again as much as was measured, which is what 8 bits cost these
+# models. If queries saw one token of padding, the rows of 1 to 64 tokens would be 0.11 to 0.53 off, those of Gemma 3
+# and 2 0.03 to 0.1, and of Gemma 4 0.07 to 0.17.
 MODELS = {
     "llama": ({"num_hidden_layers": 2}, 0.042),
     "gemma3": (WINDOWS, 0.006),
@@ -42,10 +43,11 @@ def logits(model, cache, ids, mask):
     return torch.cat(outs, 1)
 
 
+# unsloth#9848, unsloth#9708
 @pytest.mark.parametrize("form", ["growing", "static", "no cache"])
 @pytest.mark.parametrize("family", MODELS)
 def test_padded_rows_in_float16_are_finite_and_the_others_as_if_alone_in_float32(batch, family, form):
-    """unsloth#9848, unsloth#9708: rows of padding attend to nothing, and their NaNs reach all of the batch in float16, also in one forward
+    """Reported: rows of padding attend to nothing, and in float16 their NaNs reach the whole batch, also in one forward
     without a cache."""
     ids, mask = batch
     options, limit = MODELS[family]

@@ -25,7 +25,8 @@ class Layer(DynamicLayer):
 
 
 class Whole(DynamicCache):
-    """A cache that forgets nothing, so that only the mask makes windows. Its layers hold what those of `like` hold, dequantized."""
+    """A cache that forgets nothing, so that only the mask makes windows. Its layers hold what those of `like` hold,
+    dequantized."""
 
     def __init__(self, config, like, key_dtype):
         super().__init__(config=config)
@@ -57,6 +58,7 @@ def two_layers(family, window):
 STEPS = (500, *[1] * 20, 500, *[1] * 10)
 
 
+# ik_llama#1205
 @pytest.mark.parametrize(
     ("family", "cuts", "static", "padding"),
     [
@@ -68,9 +70,10 @@ STEPS = (500, *[1] * 20, 500, *[1] * 10)
     ids=lambda value: "steps" if value is STEPS else str(value[0] if isinstance(value, tuple) else value),
 )
 def test_a_window_of_512_tokens(family, cuts, static, padding):
-    """ik_llama#1205: Gemma 2 and 3 with 8-bit K and V are corrupt above 1,024 tokens. Here are steps from 500 to 520 and from 1,020 to
-    1,030 tokens, and prompts of about 512 and 1,024, where windows and pages of 128 tokens begin. (With padding keys are E4M3: what rows of
-    padding compute differs between `fp8_kv` and `eager`, and is in the INT8 scale of a page that they share with tokens.)"""
+    """Reported: Gemma 2 and 3 with 8-bit K and V are corrupt above 1,024 tokens. Here are steps from 500 to 520 and
+    from 1,020 to 1,030 tokens, and prompts of about 512 and 1,024 tokens, where windows and pages of 128 tokens begin.
+    With padding, keys are E4M3: rows of padding have other K under `fp8_kv` than under `eager`, and an INT8 scale of a
+    page is of all its rows."""
     model, tokens = two_layers(family, 512), ids(sum(cuts), batch=2)
     key_dtype = "e4m3" if padding else "int8"
     cache = FP8Cache(model, key_dtype=key_dtype, max_cache_len=sum(cuts) if static else None)
@@ -81,7 +84,8 @@ def test_a_window_of_512_tokens(family, cuts, static, padding):
     close(found[1:, padding:], expected[1:, padding:], EXACT)
 
 
-# transformers#48280, transformers#46629: from the second drafted token on, K and V of a sliding layer have more columns than its mask
+# transformers#48280, transformers#46629: from the second drafted token on, K and V of a sliding layer have more columns
+# than its mask. Under `eager` that is an error, and under `sdpa` a wrong answer.
 
 
 def lookup(model):
@@ -89,7 +93,8 @@ def lookup(model):
 
 
 def assistant(model):
-    """Drafts by the model itself, with another token in place of three in ten: so some of a draft are accepted, and some not."""
+    """Drafts by the model itself, with another token in place of three in ten: so some of a draft are accepted, and
+    some not."""
     drafting, draw = copy.deepcopy(model), torch.Generator().manual_seed(0)
 
     def sometimes_wrong(module, args, logits):

@@ -148,12 +148,13 @@ def test_generate(llama, options, static):
     close(results[0][1], results[1][1])
 
 
+# transformers#48700
 @pytest.mark.parametrize("length", [100, 120, 128])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("skip", [(), (0,)])
 def test_beams_take_all_of_their_tokens_with_them(llama, length, static, skip):
-    """transformers#48700: of a quantized layer only the tokens that are not yet quantized were moved between beams. 20 tokens before, across
-    and after the end of a page; a layer in 16 bits or none."""
+    """Reported: only those tokens of a quantized layer move between beams that are not yet quantized. Here 20 tokens
+    end before, across and after the end of a page, and the first layer is in 8 or in 16 bits."""
     ids = prompt(length=length)
     options = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 20}
     oracle = Oracle(llama.config)
@@ -167,8 +168,9 @@ def test_beams_take_all_of_their_tokens_with_them(llama, length, static, skip):
     close(ours[1], expected[1])
 
 
+# transformers#45510
 def test_two_models_share_the_options_of_their_caches_and_of_generate():
-    """transformers#45510: the first `generate` took entries out of the caller's dict of options."""
+    """Reported: the first `generate` takes entries out of the caller's dict of options."""
     models, ids = [make("llama"), make("gemma3")], prompt(length=40)
     cache_options = {"key_dtype": "e4m3", "skip_layers": [0], "max_cache_len": None}
     config = GenerationConfig(do_sample=False, num_beams=2, max_new_tokens=6, pad_token_id=0)
