@@ -57,7 +57,7 @@ def perplexities(found: Rows) -> dict[str, str]:
     """The cases of perplexity, by what is read: a model without biases in its keys, and the larger one with biases that was measured."""
     large = "qwen15b-docs-S8192"
     with_biases = (
-        {large: f"{TITLES['qwen15b']}, our docs"} if (large, "bf16") in found else {"qwen-prose-S8192": f"{TITLES['qwen']}, prose"}
+        {large: f"{TITLES['qwen15b']}, fp8attn's docs"} if (large, "bf16") in found else {"qwen-prose-S8192": f"{TITLES['qwen']}, prose"}
     )
     return {"SmolLM2-135M, code": "smollm2-code-S8192"} | {text: case for case, text in with_biases.items()}
 

@@ -12,7 +12,7 @@ from .writing import block, table, tokens
 
 TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "qwen15b": "Qwen2.5-Coder-1.5B", "gemma": "Gemma 3 270M"}
 STORED = {
-    "fp8attn-int8-keys": "INT8 keys", "fp8attn-exact": "INT8 keys, exact", "fp8attn-e4m3-keys": "E4M3 keys",
+    "fp8attn-int8-keys": "INT8 keys", "fp8attn-exact": "INT8 keys, `exact`", "fp8attn-e4m3-keys": "E4M3 keys",
     "scale-1": "a plain cast to E4M3",
     "transformers-fp8": "transformers' FP8 cache", "vllm-int8-per-token-head": "vLLM's `int8_per_token_head`",
     "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`", "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
@@ -20,6 +20,7 @@ STORED = {
 }  # fmt: skip
 TASKS = {"humaneval": "HumanEval", "gsm8k": "GSM8K"}
 ANSWERED = {"bf16": "BF16"} | STORED
+LABELS = {"source": "fp8attn's code", "docs": "fp8attn's docs"}
 BESIDE = {"smollm2": "code", "qwen": "prose", "qwen15b": "docs", "gemma": "prose"}  # a text of each model, for docs/comparison.md
 
 
@@ -33,7 +34,7 @@ def texts(found: Rows, model: str) -> dict[str, str]:
     """A model's cases, short contexts first: by case its text and context."""
     parsed = {case: match for case, _ in found if (match := re.fullmatch(rf"{model}-(\w+)-S(\d+)", case))}
     return {
-        case: f"{match[1]}, {tokens(int(match[2]))}"
+        case: f"{LABELS.get(match[1], match[1])}, {tokens(int(match[2]))}"
         for case, match in sorted(parsed.items(), key=lambda item: (int(item[1][2]), item[1][1]))
     }
 
@@ -59,13 +60,23 @@ def public_models() -> str:
 
 
 @block("public_models")
+def own_texts() -> str:
+    """The perplexity in BF16 of this repository's code and docs, by context."""
+    _, found = latest("public_models")
+    measured = [f"{label} {found[case, 'bf16']['ppl']:.1f}" for case, label in texts(found, "qwen15b").items() if (case, "bf16") in found]
+    return f"Perplexity in BF16: {'; '.join(measured)}."
+
+
+@block("public_models")
 def caches_beside() -> str:
     """Perplexity over BF16's at 8k tokens, of caches read in 16 bits."""
-    device, found, cases = columns("public_models", {f"{model}-{text}-S8192": f"{TITLES[model]}, {text}" for model, text in BESIDE.items()})
+    device, found, cases = columns(
+        "public_models", {f"{model}-{text}-S8192": f"{TITLES[model]}, {LABELS.get(text, text)}" for model, text in BESIDE.items()}
+    )
     body = []
     for impl, label in STORED.items():
         rows = [found.get((case, impl), found.get((case, f"{impl}-decode"))) for case in cases.values()]
-        costs = ["" if row is None else f"{row['d_ppl_pct']:+.1f}%" for row in rows]
+        costs = ["" if row is None or row["d_ppl_pct"] is None else f"{row['d_ppl_pct']:+.1f}%" for row in rows]
         if any(costs):
             body.append([f"fp8attn, {label}" if impl.startswith("fp8attn") else label, *costs])
     return table([f"perplexity over BF16's, 8k tokens ({device})", *cases], body)
