@@ -26,6 +26,7 @@ ROWS = {
     "fp8attn/backends/fa3.py": ("dense/test_sdpa_fa3.py",),
     "fp8attn/cache/": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_fuzz.py"),
     "fp8attn/cache/ahead.py": ("precompile/test_first.py",),
+    "fp8attn/cache/layer.py": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_not_finite.py"),
     "fp8attn/dense/": ("dense/test_sdpa.py", "dense/test_quantized.py", "dense/test_registration.py"),
     "fp8attn/derivatives.py": ("test_ops.py",),
     "fp8attn/errors.py": ("tools/cli/test_errors.py",),
@@ -48,11 +49,22 @@ ROWS = {
         "integrations/transformers/test_wide.py",
         "integrations/transformers/test_masks.py",
     ),
+    "fp8attn/integrations/transformers/biases.py": ("integrations/transformers/test_multimodal.py",),
     "fp8attn/integrations/transformers/build.py": (
         "integrations/transformers/test_windows.py",
         "integrations/transformers/test_wide.py",
         "integrations/transformers/test_cache.py",
         "integrations/transformers/test_hybrid.py",
+    ),
+    "fp8attn/integrations/transformers/cache.py": (
+        "integrations/transformers/test_windows.py",
+        "integrations/transformers/test_hybrid.py",
+        "integrations/transformers/test_inference_mode.py",
+    ),
+    "fp8attn/integrations/transformers/decoder.py": (
+        "integrations/transformers/test_multimodal.py",
+        "integrations/transformers/test_cache.py",
+        "integrations/transformers/test_families.py",
     ),
     "fp8attn/integrations/transformers/layers.py": (
         "integrations/transformers/test_windows.py",
@@ -61,6 +73,7 @@ ROWS = {
     ),
     "fp8attn/integrations/transformers/kept.py": (
         "integrations/transformers/test_cache.py",
+        "integrations/transformers/test_inference_mode.py",
         "integrations/transformers/test_transformers.py",
     ),
     "fp8attn/integrations/transformers/tensors.py": (

@@ -20,7 +20,7 @@ from .ahead import Ahead
 from .layer import LayerPages
 from .page_table import Change, PageTable, num_pages_of
 from .ring import RingTable, ring_size
-from .step import StaticForm, Step
+from .step import StaticForm, Step, _is_capturing
 
 MOST_SEQUENCES = 2**20  # each has lists on the host
 DROP = "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, cache.reset()"
@@ -128,6 +128,25 @@ class Sequences:
         self._read_lengths()
         return tuple(self.table.lengths)
 
+    def length_of(self, layer: int, seq: int = 0) -> int:
+        """Number of tokens of a sequence that one layer holds. If the host does not know it, it waits for the GPU."""
+        if self._static is not None and not self._static.counted:
+            return int(self.table.cache_seqlens[layer][seq])
+        if self._step is None or self._step.before is None or layer in self._step.pages:
+            return self.table.lengths[seq]
+        return self._step.before[seq]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers have appended the tokens of the last step."""
+        return self._step is None or len(self._step.pages) == len(self.layers)
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether compiled code or a CUDA graph appended the last tokens, of which the host knows nothing, or one is captured now."""
+        static = self._static
+        return static is not None and (not (static.counted or self._step) or _is_capturing(self.device))
+
     @property
     def num_pages(self) -> int:
         """Number of pages in each layer's pool."""
@@ -173,11 +192,9 @@ class Sequences:
         Raises:
             ValueError: there is no such layer or sequence.
         """
-        pages, step = self.pages(layer), self._step
+        pages = self.pages(layer)
         (seq,) = self.table.sequences([seq])
-        length = self.lengths[seq]
-        if step is not None and step.before is not None and layer not in step.pages:  # its append of this step is still to come
-            length = step.before[seq]
+        length = self.length_of(layer, seq)
         return pages.read(seq, length, dtype, self.table.first_held(seq, length) if isinstance(self.table, RingTable) else 0)
 
     # Moving sequences

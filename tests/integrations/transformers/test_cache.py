@@ -81,13 +81,13 @@ class Interrupt(Exception):
     """Stands for a KeyboardInterrupt."""
 
 
-def interrupted(model, index, *args, **options):
-    """Run a forward that stops in a layer, after its cache has been updated."""
+def interrupted(model, index, *args, where="o_proj", **options):
+    """Run a forward that stops in a layer, after its cache has been updated (or before, at `where`)."""
 
     def stop(*_):
         raise Interrupt
 
-    hook = model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(stop)
+    hook = model.model.layers[index].self_attn.get_submodule(where).register_forward_pre_hook(stop)
     try:
         with torch.no_grad(), pytest.raises(Interrupt):
             model(*args, **options)
@@ -95,45 +95,179 @@ def interrupted(model, index, *args, **options):
         hook.remove()
 
 
+USES = {
+    "forward": lambda cache, model, path: model(prompt(2, 3), past_key_values=cache),
+    "get_seq_length": lambda cache, model, path: cache.get_seq_length(),
+    "reorder_cache": lambda cache, model, path: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_select_indices": lambda cache, model, path: cache.batch_select_indices(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache, model, path: cache.batch_repeat_interleave(1),
+    "save": lambda cache, model, path: cache.save(path),
+}
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("skip", [(), (0,), (2,)])
 @pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize("first", [0, 130])
 @torch.no_grad()
-def test_an_interrupted_forward_is_dropped(llama, static, skip, stopped, first):
-    """Also from the layers in 16 bits, before or after the FP8 layers. Not to the bit: dropped tokens may have made a page's scale grow."""
-    ids = prompt()
-
-    def make_cache():
-        cache = FP8Cache(llama, skip_layers=skip, max_cache_len=200 if static else None)
-        if first:
-            llama(ids[:, :first], past_key_values=cache)
-        return cache
-
-    cache, again = make_cache(), make_cache()
+def test_a_cache_whose_layers_disagree_says_so_and_goes_back(llama, tmp_path, static, skip, stopped, first):
+    """Also if layers in 16 bits, before or after the FP8 layers, do. Not to the bit: dropped tokens may have made a page's scale grow."""
+    ids, new = prompt(), 150 - first
+    cache = FP8Cache(llama, skip_layers=skip, max_cache_len=200 if static else None)
+    if first:
+        llama(ids[:, :first], past_key_values=cache)
     expected = llama(ids[:, first:], past_key_values=copy.deepcopy(cache)).logits
     interrupted(llama, stopped, ids[:, first:], past_key_values=cache)
-    with pytest.warns(UserWarning, match=rf"the last forward stopped in layer {stopped} of 2 .* dropped"):
-        assert int(cache.get_seq_length()) == first
+    behind, ahead = ("1-2", "0") if stopped == 0 else ("2", "0-1")
+    for use in USES.values():
+        with pytest.raises(RuntimeError, match=rf"layers {behind} hold {first} tokens, layers {ahead} hold 150 .*cache\.crop\(0\).*reset"):
+            use(cache, llama, tmp_path / "prompt")
+    assert not (tmp_path / "prompt").exists()
+    again = copy.deepcopy(cache)
+    cache.crop(0)
+    assert int(cache.get_seq_length()) == first
     close(llama(ids[:, first:], past_key_values=cache).logits, expected)
-    assert int(cache.get_seq_length()) == ids.shape[1]
-    interrupted(llama, stopped, ids[:, first:], past_key_values=again)  # and by the next forward alone, or by a crop of nothing
-    with pytest.warns(UserWarning, match="dropped"):
-        again.crop(0)
-    close(llama(ids[:, first:], past_key_values=again).logits, expected)
+    assert int(cache.get_seq_length()) == 150
+    if first:  # fewer than all layers hold
+        again.crop(-30)
+        close(llama(ids[:, 100:], past_key_values=again).logits[:, -new:], expected)
+    else:
+        again.reset()
+        close(llama(ids, past_key_values=again).logits, expected)
 
 
-def test_an_interrupted_forward_that_filled_a_window_asks_for_a_reset():
+@pytest.mark.parametrize("static", [False, True])
+def test_a_window_in_16_bits_that_has_dropped_tokens_asks_for_a_reset(static):
+    """Nothing is changed by what is refused. A window that is not full goes back."""
     model, ids = make("qwen2-mixed"), prompt()
-    cache = FP8Cache(model)
+    cache = FP8Cache(model, max_cache_len=200 if static else None)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
-    interrupted(model, 1, ids[:, :5], past_key_values=cache)
+        model(ids[:, :20], past_key_values=cache)
+        expected = model(ids[:, 20:25], past_key_values=copy.deepcopy(cache)).logits
+        interrupted(model, 1, ids[:, 20:30], past_key_values=cache)
+        cache.crop(0)
+        close(model(ids[:, 20:25], past_key_values=cache).logits, expected)
+        model(ids[:, 25:], past_key_values=cache)
+    held = copy.deepcopy(cache)
+    with pytest.raises(RuntimeError, match=r"layer 0 cannot go back from 150 to 140 tokens: in 16 bits, it has .*cache\.reset\(\)"):
+        cache.crop(-10)
+    cache.crop(0)
+    with torch.no_grad():
+        step = prompt(2, 3)
+        assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=held).logits)
+    interrupted(model, 1, step, past_key_values=cache)
     for _ in range(2):
-        with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match=r"stopped in layer 1, .*call cache\.reset\(\)"):
-            model(ids[:, :5], past_key_values=cache)
-    cache.reset()
-    assert cache.paged.lengths == (0, 0)
+        with pytest.raises(RuntimeError, match=r"layers 2 hold 153 tokens, layers 0-1 hold 156 .* cache\.reset\(\)"):
+            model(step, past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"layer 0 cannot go back from 156 to 153 tokens.*cache\.reset\(\)"):
+            cache.crop(0)
+    cache.crop(-200)  # to nothing is always possible
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=FP8Cache(model)).logits) or static
+    assert int(cache.get_seq_length()) == 150
+
+
+def test_a_window_in_16_bits_that_records_goes_back_as_far_as_it_has_recorded():
+    model, ids = make("qwen2-mixed"), prompt()
+    cache, short = FP8Cache(model), FP8Cache(model)
+    with torch.no_grad():
+        model(ids[:, :100], past_key_values=cache)
+        model(ids[:, :100], past_key_values=short)
+        cache.activate_past_recording()
+        model(ids[:, 100:], past_key_values=cache)
+        cache.crop(-50)
+        assert cache.layers[0].keys.shape[2] == 31  # and drops what the next forward does not need
+        close(model(ids[:, :9], past_key_values=cache).logits, model(ids[:, :9], past_key_values=short).logits)
+
+
+@torch.no_grad()
+def test_an_interrupt_where_later_layers_share_k_and_v_is_seen_by_the_mask():
+    """All layers that append have the tokens, so the cache holds them: only a mask of the whole conversation can say that a forward appends
+    them again."""
+    model, ids = make("gemma3n-shared-kv", sliding_window=512), prompt(2, 45)
+    cache, mask = FP8Cache(model), torch.ones_like(ids)
+    whole = model(ids, past_key_values=FP8Cache(model)).logits
+    model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+    interrupted(model, 3, ids[:, 40:], attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="attention_mask is of 45 tokens, and the cache holds 45 and gets 5 new ones"):
+        model(ids[:, 40:], attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 45
+    cache.crop(-5)
+    close(model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits, whole[:, 40:])
+
+
+def test_a_model_that_stops_early_is_never_emptied(llama):
+    """An early exit leaves the later layers without tokens, which the next use says."""
+
+    class Exit(Exception):
+        pass
+
+    def leave(*_):
+        raise Exit
+
+    cache, ids = FP8Cache(llama), prompt()
+    hook = llama.model.layers[2].register_forward_pre_hook(leave)
+    with torch.no_grad(), pytest.raises(Exit):
+        llama(ids, past_key_values=cache)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match=r"layers 2 hold 0 tokens, layers 0-1 hold 150 .*did not run every layer"),
+    ):
+        llama(ids[:, :1], past_key_values=cache)
+    hook.remove()
+    assert [layer.held for layer in cache.layers] == [150, 150, 0]
+
+
+@torch.no_grad()
+def test_a_crop_that_a_window_in_pages_refuses_changes_no_layer_before_it():
+    """Layer 0 sees all tokens, so its pages are cropped before those of the window."""
+    model = make("gemma3", sliding_window=384, layer_types=["full_attention", "sliding_attention", "sliding_attention"])
+    cache, ids = FP8Cache(model), prompt(1, 1500)
+    model(ids[:, :1490], past_key_values=cache)
+    model(ids[:, 1490:], past_key_values=cache)
+    held = copy.deepcopy(cache)
+    with pytest.raises(RuntimeError, match="cannot go back to 700 tokens"):
+        cache.crop(-800)
+    assert [layer.held for layer in cache.layers] == [1500] * 3
+    step = prompt(1, 3)
+    assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=held).logits)
+
+
+def test_a_model_with_other_layers_than_its_config_is_refused():
+    pruned, longer = make(), make()
+    pruned.model.layers = pruned.model.layers[:2]
+    longer.config.num_hidden_layers = 2
+    message = r"LlamaForCausalLM has the layers {}, and its config has {}: .*Set the config's num_hidden_layers"
+    for model, layers, number in ((pruned, "0-1", 3), (longer, "0-2", 2)):
+        with pytest.raises(UsageError, match=message.format(layers, number)):
+            FP8Cache(model)
+    pruned.config.num_hidden_layers = 2
+    ids = prompt()
+    with torch.no_grad():
+        close(logits(pruned, FP8Cache(pruned), ids), logits(pruned, Oracle(pruned.config), ids))
+    middle = make()
+    del middle.model.layers[1]
+    with pytest.raises(UsageError, match="has the layers 0, 2, and its config has 3"):
+        FP8Cache(middle)
+
+
+def test_an_empty_batch_is_refused(llama):
+    cache = FP8Cache(llama)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"a batch of no sequences"):
+        llama(prompt()[:0], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_second_prompt_that_is_not_the_conversation_is_refused_where_it_shows(llama):
+    """`generate` cuts as many tokens from a prompt as the cache has, and passes a mask on if it has padding. The mask of a prompt that is
+    shorter than the conversation is too short then; nothing shows another one."""
+    cache, ids = FP8Cache(llama), prompt(2, 30)
+    llama.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with pytest.raises(ValueError, match=r"of 30 tokens, and the cache holds 45 and gets 15 .* For another prompt .* reset\(\)"):
+        llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert cache.get_seq_length() == 45
 
 
 def test_a_prompt_of_which_the_cache_leaves_nothing_is_refused(llama):
@@ -343,7 +477,7 @@ def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
     cache = FP8Cache(model)
     logits(model, cache, prompt())
     lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-    with pytest.raises(RuntimeError, match=r"[Ss]liding"):
+    with pytest.raises(RuntimeError, match=r"layer 0 cannot go back from 150 to 148 tokens: .*a window.*cache\.reset\(\)"):
         cache.crop(-2)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
 
@@ -371,5 +505,5 @@ def test_another_head_dim_batch_and_offloading_are_refused(llama):
         cache.offload(0)
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(3)
-    with pytest.raises(ValueError, match="without max_cache_len"):
-        FP8Cache(make("qwen2-mixed"), max_cache_len=64).crop(-1)
+    with torch.no_grad(), pytest.raises(ValueError, match="without max_cache_len"):
+        FP8Cache(make("qwen2-mixed"), max_cache_len=64).batch_repeat_interleave(2)

@@ -79,7 +79,7 @@ def test_what_a_state_cannot_do_is_refused_before_anything_changes(family):
     for method, arguments in (("batch_repeat_interleave", (2,)), ("batch_select_indices", (torch.tensor([0]),))):
         with pytest.raises(ValueError, match=rf"{method} needs layers of attention alone: transformers' linear layers \(.*final batch"):
             getattr(cache, method)(*arguments)
-    with pytest.raises(RuntimeError, match="activate_past_recording"):
+    with pytest.raises(RuntimeError, match=r"layer \d cannot go back from 150 to 147 tokens: .*cache\.reset\(\)"):
         cache.crop(-3)
     assert cache.get_seq_length() == before == min(cache.paged.lengths)
 
@@ -87,22 +87,50 @@ def test_what_a_state_cannot_do_is_refused_before_anything_changes(family):
 @pytest.mark.parametrize("first", [0, 130])
 @torch.no_grad()
 def test_an_interrupted_forward_after_a_state_has_changed(first):
-    """Of the first prompt nothing is left; a longer one cannot go back."""
+    """Of the first prompt nothing is left; a longer one cannot go back. A state alone shows only whether it has any tokens."""
     model, ids = make("qwen3.5-linear"), prompt()
     cache = FP8Cache(model)
     expected = model(ids[:, first:], past_key_values=FP8Cache(model)).logits
     if first:
         model(ids[:, :first], past_key_values=cache)
-    interrupted(model, 1, ids[:, first:], past_key_values=cache)
-    if first:
-        with pytest.warns(UserWarning, match="dropped"), pytest.raises(RuntimeError, match=r"a linear layer had changed.*cache\.reset\(\)"):
+    interrupted(model, 1, ids[:, first:], past_key_values=cache, where="k_proj")
+    if not first:
+        with pytest.raises(RuntimeError, match=r"layers 1 hold 0 tokens, and states of linear layers have changed.*cache\.reset\(\)"):
             model(ids[:, first:], past_key_values=cache)
-        cache.reset()
-        close(model(ids[:, first:], past_key_values=cache).logits, expected)
-        return
-    with pytest.warns(UserWarning, match="the last forward stopped in layer 1 of 2"):
-        assert cache.get_seq_length() == 0
+    cache.reset()
+    close(model(ids[:, first:], past_key_values=cache).logits, expected)
+
+
+@torch.no_grad()
+def test_layers_of_attention_that_disagree_beside_a_state_ask_for_a_reset():
+    model, ids = make("qwen3.5-linear", layer_types=["full_attention", "linear_attention", "full_attention"]), prompt()
+    cache = FP8Cache(model)
+    expected = model(ids, past_key_values=FP8Cache(model)).logits
+    model(ids[:, :130], past_key_values=cache)
+    interrupted(model, 0, ids[:, 130:], past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"layers 2 hold 130 tokens, layers 0 hold 150 .* cache\.reset\(\)"):
+        model(ids[:, 130:], past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"layer 1 cannot go back from 150 to 130 tokens: in 16 bits, it has a state .*cache\.reset\(\)"):
+        cache.crop(0)
+    assert [cache.layers[i].held for i in (0, 2)] == [150, 130]
+    cache.crop(-130)
     close(model(ids, past_key_values=cache).logits, expected)
+
+
+@torch.no_grad()
+def test_a_convolution_s_state_that_records_goes_back():
+    model, ids = make("lfm2-conv"), prompt()
+    cache, short = FP8Cache(model), FP8Cache(model)
+    for each in (cache, short):
+        model(ids[:, :100], past_key_values=each)
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 cannot go back from 100 to 97 tokens: .*cache\.reset\(\).*activate_past_recording\(\)"
+    ):
+        cache.crop(-3)
+    cache.activate_past_recording()
+    model(ids[:, 100:], past_key_values=cache)
+    cache.crop(-50)
+    close(model(ids[:, :9], past_key_values=cache).logits, model(ids[:, :9], past_key_values=short).logits)
 
 
 def test_layers_of_several_shapes_have_pages_for_each(tmp_path):

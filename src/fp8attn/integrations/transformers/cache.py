@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -27,12 +27,12 @@ from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
 from .build import make_layers, transformers_model
-from .config import EMPTY_LAYER_TYPES, STATE_LAYER_TYPES, decoder_config
+from .config import decoder_config
+from .decoder import check_layers
+from .kept import make_normal
 from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8SlidingLayer
 from .tensors import ATTN_IMPLEMENTATION
 from .weights import Weights
-
-COMPLETE = -1
 
 
 class FP8Cache(Cache):
@@ -53,10 +53,13 @@ class FP8Cache(Cache):
 
     The pages of a layer are on the device of its weights. So a model can be divided among several GPUs (`device_map="auto"`).
 
-    A cache holds one conversation: every forward appends its tokens, and `generate` cuts as many from a prompt as the cache has. For
-    another prompt make a new one, or call `reset`. A forward that is interrupted (Ctrl-C in a notebook) leaves some layers without its
-    tokens. They are dropped before the next forward, with a warning. (If the state of a linear layer has changed, which cannot go back, the
-    next forward raises RuntimeError: call `reset`.)
+    A cache holds one conversation: every forward appends its tokens. `generate` takes a prompt as the whole conversation and cuts as many
+    tokens from it as the cache has, whatever they are. For another prompt make a new cache, or call `reset`.
+
+    A forward that is interrupted (Ctrl-C in a notebook), or that does not run every layer, leaves some layers without its tokens. The next
+    use of the cache raises RuntimeError. `crop(0)` drops what only some layers hold. Where the state of a linear layer has changed, only
+    `reset` helps. If all layers of attention have the tokens, or none, nothing shows an interrupt: it was in the output head, in the layers
+    of Gemma 4 that share K and V of others, or in the first or last linear layers.
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
@@ -112,16 +115,15 @@ class FP8Cache(Cache):
         batch_invariant: bool, count_overflows: bool, backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
+        check_layers(model)
         layers, groups, specs = make_layers(
             model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend
         )  # fmt: skip
         super().__init__(layers=layers)
         self.groups = groups
-        # The last layer that a forward changes. In older transformers, models change states without a call of the cache.
-        unseen = EMPTY_LAYER_TYPES if hasattr(Cache, "get_conv_state") else (*STATE_LAYER_TYPES, *EMPTY_LAYER_TYPES)
-        self._last = max(index for index, spec in enumerate(specs) if spec.kind not in unseen)
-        self._open = self._updated = COMPLETE  # the layers that a forward has come to, and whose K and V it has appended
-        self._first = True  # whether a forward, if one is open, found no states of linear layers
+        self._plain = [layer for layer in layers if isinstance(layer, CacheLayerMixin) and not isinstance(layer, FP8Layer)]
+        self._states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._in_place = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)]
         self.identity = files.identity(model, specs)
         if decoder_config(model.config)._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -136,7 +138,7 @@ class FP8Cache(Cache):
         Raises:
             ValueError: the cache has no tokens yet, there is no such sequence, or `tokens` have another shape than the cache.
         """
-        self._repair()
+        self._check()
         files.save(self, path, seqs, tokens)
 
     @classmethod
@@ -209,17 +211,14 @@ class FP8Cache(Cache):
     def nbytes(self) -> int:
         """Bytes of the tensors of all layers on the device, FP8 and 16-bit."""
         paged = sum(group.paged.nbytes for group in self.groups if group.paged is not None)
-        plain = [x for layer in self.layers if not isinstance(layer, FP8Layer) for x in files.tensors_of(layer)]
-        states = [x for layer in self._states() for x in files.states_of(layer).values()]
+        plain = [x for layer in self._plain for x in (layer.keys, layer.values) if x is not None]
+        states = [x for layer in self._states for x in files.states_of(layer).values()]
         return paged + sum(x.nbytes for x in (*plain, *states))
 
     @property
     def fp8_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that are in FP8."""
-        return tuple(layer.index for layer in self._pages_layers())
-
-    def _pages_layers(self) -> list[FP8Layer]:
-        return [layer for layer in self.layers if isinstance(layer, FP8Layer)]
+        return tuple(layer.index for layer in self.layers if isinstance(layer, FP8Layer))
 
     def __repr__(self) -> str:
         held = len(self.fp8_layers)
@@ -232,59 +231,11 @@ class FP8Cache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
-        if torch.compiler.is_compiling():  # compiled code runs all layers or none
-            if self.groups[0].max_cache_len is None:
-                return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
-            return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if layer_idx <= self._updated:
-            self._repair()
-        self._enter(layer_idx)
-        self._updated = layer_idx
-        held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-        if layer_idx == self._last:
-            self._open = self._updated = COMPLETE
-        return held
-
-    # States of linear layers. A model may change what `get_conv_state` and `get_recurrent_state` return in place.
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A linear layer's state of its convolution, or None before the first tokens."""
-        self._note_state(layer_idx)
-        return super().get_conv_state(layer_idx, state_idx)
-
-    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Update a linear layer's state of its convolution, as transformers' caches do."""
-        self._note_state(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """A linear layer's recurrent state, or None before the first tokens."""
-        self._note_state(layer_idx)
-        return super().get_recurrent_state(layer_idx, state_idx)
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Update a linear layer's recurrent state, as transformers' caches do."""
-        self._note_state(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    def _note_state(self, layer_idx: int) -> None:
-        """Note that a forward has come to the state of a layer, which may have attention, too."""
-        if torch.compiler.is_compiling():
-            return
-        if layer_idx < self._open:
-            self._repair()
-        self._enter(layer_idx)
-        if layer_idx >= self._last:
-            self._open = self._updated = COMPLETE
-
-    def _enter(self, layer_idx: int) -> None:
-        """Note that a forward has come to a layer."""
-        if self._open == COMPLETE:
-            self._first = not any(any(layer.has_previous_state.values()) for layer in self._states())
-        self._open = layer_idx
-
-    def _states(self) -> list[LinearAttentionCacheLayerMixin]:
-        return [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        if torch.compiler.is_compiling() and self.groups[0].max_cache_len is None:
+            return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
+        if not (layer_idx or self._states):
+            self._check()
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def _update_uncompiled(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,12 +245,12 @@ class FP8Cache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
         if layer_idx == 0:  # before a forward, not in it
-            self._repair()
+            self._check()
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
-        self._repair()
+        self._check()
         if not query_length:
             raise ValueError(
                 f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
@@ -310,80 +261,91 @@ class FP8Cache(Cache):
             layer_idx = next(plain, layer_idx)
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def _repair(self) -> None:
-        """Drop the tokens of a forward that was interrupted: after it some layers have them and some do not."""
-        if torch.compiler.is_compiling() or self._open == COMPLETE:
+    # What the layers hold
+
+    def _check(self) -> None:
+        """Raise RuntimeError unless all layers hold the same tokens. (Compiled code runs all layers or none.)"""
+        if torch.compiler.is_compiling():
             return
-        warnings.warn(
-            f"the last forward stopped in layer {self._open} of {self._last} (the last one). Its tokens are dropped from the cache",
-            stacklevel=3,
+        if make_normal(self._in_place[:1]):
+            make_normal(self._in_place)
+        if self._agree():
+            return
+        lengths = self._lengths()
+        held = [f"layers {ranges(i for i, x in lengths.items() if x == n)} hold {n} tokens" for n in sorted({*lengths.values()})]
+        states = ", and states of linear layers have changed" if len(held) == 1 else ""
+        raise RuntimeError(
+            f"the layers of this cache do not hold the same tokens: {', '.join(held)}{states}. The last forward was interrupted, or did "
+            "not run every layer. To go on, call cache.crop(0), which drops what only some layers hold, or cache.reset() and prefill again"
         )
-        plain = [layer for layer in self.layers[: self._last + 1] if not isinstance(layer, FP8Layer) and hasattr(layer, "get_seq_length")]
-        lengths = [int(layer.get_seq_length()) for layer in plain]
-        lost = (
-            f"the last forward stopped in layer {self._open}, after a sliding window had dropped older tokens for its tokens. The cache "
-            "cannot go on: call cache.reset() and prefill again"
-        )
-        try:
-            kept = min([*(group.complete_length() for group in self.groups), *lengths])
-        except RuntimeError as error:
-            raise RuntimeError(lost) from error
-        if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers[: self._open + 1]):
-            if not self._first:
+
+    def _agree(self) -> bool:
+        """Whether all layers hold the same tokens, as far as it can be seen. It waits for the GPU only after a forward of a static cache
+        outside of compiled code, if there are layers in 16 bits or several `groups`."""
+        made = [group.paged for group in self.groups if group.paged is not None]
+        if not all(paged.is_complete for paged in made):
+            return False
+        if len(self.groups) == 1 and not (self._plain or self._states):
+            return True
+        if made and all(paged.is_unseen for paged in made):
+            return True
+        lengths = {group.layers[0].held for group in self.groups} | {int(layer.get_seq_length()) for layer in self._plain}
+        return len(lengths) == 1 and not (lengths == {0} and any(any(layer.has_previous_state.values()) for layer in self._states))
+
+    def _lengths(self) -> dict[int, int]:
+        """Number of tokens of each layer of attention, by its number."""
+        return {
+            index: layer.held if isinstance(layer, FP8Layer) else int(layer.get_seq_length())
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, CacheLayerMixin)
+        }
+
+    def _check_crop(self, lengths: dict[int, int], kept: int) -> None:
+        """Raise RuntimeError if a layer, of those that hold `lengths`, cannot go back to `kept` tokens."""
+        longest = max(lengths.values())
+        for index, layer in enumerate(self.layers):
+            length = lengths.get(index, longest)
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                lost = min(lengths.values()) < longest or not layer.is_croppable or not layer.record_past
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                lost = length >= layer.sliding_window and not layer.record_past
+            else:
+                lost = isinstance(layer, StaticLayer) and layer.is_sliding and (length > layer.max_cache_len or not hasattr(layer, "crop"))
+            if lost and length > kept:
                 raise RuntimeError(
-                    f"the last forward stopped in layer {self._open}, after the state of a linear layer had changed, which cannot go back. "
-                    "The cache cannot go on: call cache.reset() and prefill again"
+                    f"layer {index} cannot go back from {length} to {kept} tokens: in 16 bits, it has a state or a window of the last. "
+                    "Call cache.reset() and prefill again. (Windows and convolutions of a growing cache can go back if "
+                    "cache.activate_past_recording() was called before the forward whose tokens are dropped.)"
                 )
-            self.reset()
-            return
-        for layer, length in zip(plain, lengths, strict=True):
-            if length > kept and layer.is_sliding and not kept:
-                layer.reset()
-            elif length > kept and layer.is_sliding:
-                raise RuntimeError(lost)
-            elif length > kept and self.groups[0].max_cache_len is not None:
-                layer.cumulative_length.fill_(kept)
-            elif length > kept:
-                layer.crop(kept - length)
-        try:
-            for group in self.groups:
-                group.keep(kept)
-        except RuntimeError as error:
-            raise RuntimeError(lost) from error
-        self._open = self._updated = COMPLETE
+        for group in self.groups:
+            group.check_crop(kept)
 
     # Moving sequences
 
-    def _all_layers(self, method: str, *args: Any) -> None:
-        """Call `method` on every 16-bit layer and once for the FP8 layers of each shape. If a layer does not have it, call nothing."""
-        if method != "reset":
-            self._repair()
-        hybrid = [layer for layer in self.layers if isinstance(layer, FP8HybridLayer)]
-        states = [i for i, layer in enumerate(self.layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        if states and not hasattr(LinearAttentionLayer, method):
+    def _move(self, method: str, argument: Any) -> None:
+        """Call `method` once for the FP8 layers of each shape and on every 16-bit layer. If a layer does not have it, call nothing."""
+        self._check()
+        make_normal(self._in_place)
+        if self._states and not hasattr(LinearAttentionLayer, method):
+            states = ranges(i for i, layer in enumerate(self.layers) if layer in self._states)
             raise ValueError(
-                f"{method} needs layers of attention alone: transformers' linear layers ({ranges(states)}) cannot do it. Give the prompt "
-                "to generate with the final batch"
+                f"{method} needs layers of attention alone: transformers' linear layers ({states}) cannot do it. Give the prompt to "
+                "generate with the final batch"
             )
-        lacking = [
-            index
-            for index, layer in enumerate(self.layers)
-            if not hasattr(layer, method) or (method == "crop" and isinstance(layer, StaticLayer) and not layer.is_croppable)
-        ]
-        if lacking:
+        if lacking := [i for i, layer in enumerate(self.layers) if not hasattr(layer, method)]:
             raise ValueError(
-                f"{method} needs a cache that grows: transformers' static 16-bit layers ({', '.join(map(str, lacking))}) have none. "
-                "Make the FP8Cache without max_cache_len"
+                f"{method} needs a cache that grows: transformers' static 16-bit layers ({ranges(lacking)}) have none. Make the FP8Cache "
+                "without max_cache_len"
             )
-        plain = [layer for layer in self.layers if not isinstance(layer, FP8Layer)]
-        # A window that is full and a state refuse to be cropped: before any other layer is.
-        plain.sort(key=lambda layer: not (getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionCacheLayerMixin)))
-        for group in self.groups if method == "crop" else ():
-            group.check_crop(*args)
-        for hybrid_layer in hybrid:
-            getattr(LinearAttentionLayer, method)(hybrid_layer, *args)
-        for layer in (*plain, *self.groups):
-            getattr(layer, method)(*args)
+        for group in self.groups:  # it checks the argument before it changes anything
+            getattr(group, method)(argument)
+        self._call(self.layers, method, argument)
+
+    def _call(self, layers: list[Any], method: str, *args: Any) -> None:
+        """Call a method of those `layers` that are in 16 bits, and of states."""
+        for layer in layers:
+            if not isinstance(layer, FP8Layer) or isinstance(layer, FP8HybridLayer):
+                getattr(LinearAttentionLayer if isinstance(layer, FP8HybridLayer) else type(layer), method)(layer, *args)
 
     def __copy__(self) -> FP8Cache:
         """Raise TypeError, as `PagedKVCache` does: a shallow copy would append to the pages of this cache."""
@@ -391,35 +353,51 @@ class FP8Cache(Cache):
 
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
-        self._all_layers("reset")
+        make_normal(self._in_place)
+        for group in self.groups:
+            group.reset()
+        self._call(self.layers, "reset")
         for layer in self.layers:
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized:  # older transformers keep zeros as tokens
                 layer.keys, layer.values, layer.is_initialized = None, None, False
-        self._open = self._updated = COMPLETE
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
-        """Drop the last `-tokens_to_remove` tokens of every layer.
+        """Drop the last `-tokens_to_remove` tokens of those that all layers hold, and the tokens that only some hold.
 
         Args:
             tokens_to_remove: minus a number of tokens; transformers' assisted decoding counts them in a tensor.
         Raises:
             ValueError: the number is positive.
+            RuntimeError: a layer cannot go back so far. Nothing was changed.
         """
         if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dtype == torch.int64 and not tokens_to_remove.dim():
             tokens_to_remove = int(tokens_to_remove)
         if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}")
-        self._all_layers("crop", tokens_to_remove)
+        lengths = self._lengths()
+        kept = max(0, min(lengths.values()) + int(tokens_to_remove))
+        if not kept:
+            self.reset()
+            return
+        self._check_crop(lengths, kept)
+        make_normal(self._in_place)
+        for group in self.groups:
+            group.crop(kept)
+        removed = max(lengths.values()) - kept  # from a state, which goes back only if all layers hold the same
+        for index, layer in enumerate(self.layers):
+            change = kept - lengths[index] if index in lengths else -removed
+            if change or getattr(layer, "record_past", False):
+                self._call([layer], "crop", change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`."""
-        self._all_layers("reorder_cache", beam_idx)
+        self._move("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         check_size(repeats, "repeats")
-        self._all_layers("batch_repeat_interleave", repeats)
+        self._move("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences with these indices."""
-        self._all_layers("batch_select_indices", indices)
+        self._move("batch_select_indices", indices)

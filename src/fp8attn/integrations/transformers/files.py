@@ -116,11 +116,6 @@ def load(
     return cache
 
 
-def tensors_of(layer: CacheLayerMixin) -> list[torch.Tensor]:
-    """K and V of one of transformers' own layers, as far as it has them."""
-    return [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
-
-
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[str, torch.Tensor]:
     """The states `[B, ...]` of a linear layer that has seen tokens, by the name of the attribute and the number of the state."""
     return {

@@ -1,6 +1,9 @@
-"""Full-attention layers that a static `FP8Cache` has in 16 bits."""
+"""Full-attention layers that a static `FP8Cache` has in 16 bits, and tensors of 16-bit layers that are changed in place."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers.cache_utils import StaticLayer
@@ -14,35 +17,32 @@ class KeptLayer(StaticLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens. The next ones are written over them, and masks hide them until then."""
-        if self.is_initialized:
-            self.cumulative_length.add_(tokens_to_remove).clamp_(min=0)
+        self.cumulative_length.add_(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, which must be 1 (`_select`)."""
+        """Repeat every sequence `repeats` times, which must be 1."""
         if self.is_initialized:
-            self._select(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats), "batch_repeat_interleave")
+            self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences with these indices, which must be as many (`_select`)."""
-        self._select(indices, "batch_select_indices")
+        """Replace each sequence `i` with a copy of the previous sequence `indices[i]`. Their number is the same."""
+        if self.is_initialized:
+            for x in (self.keys, self.values):
+                x.copy_(x[indices.to(x.device)])
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`."""
-        self._select(beam_idx, "reorder_cache")
+    reorder_cache = batch_select_indices
 
-    def _select(self, indices: torch.Tensor, what: str) -> None:
-        """Replace each sequence `i` with a copy of the previous sequence `indices[i]`.
 
-        Raises:
-            ValueError: their number would change.
-        """
-        if not self.is_initialized:
-            return
-        keys, values = (x[indices.to(x.device)] for x in (self.keys, self.values))
-        if len(keys) != len(self.keys):
-            raise ValueError(
-                f"{what} would change a static FP8Cache from {len(self.keys)} to {len(keys)} sequences; use max_cache_len=None, or give "
-                "the prompt to generate with the final batch"
-            )
-        self.keys.copy_(keys)
-        self.values.copy_(values)
+def make_normal(layers: Iterable[Any]) -> bool:
+    """Replace tensors of transformers' layers that were made under `torch.inference_mode` by copies, because they cannot be changed in
+    place outside of it. Returns whether there were any."""
+    if torch.is_inference_mode_enabled():
+        return False
+    changed = False
+    for layer in layers:
+        for held in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
+            for name, x in held.items():
+                if isinstance(x, torch.Tensor) and x.is_inference():
+                    held[name], changed = x.clone(), True
+                    torch._dynamo.mark_static_address(held[name])
+    return changed

@@ -147,18 +147,6 @@ class FP8Layers:
         paged.select([0] * batch)
         return paged
 
-    def complete_length(self) -> int:
-        """Number of tokens of every sequence that all FP8 layers have. It drops tokens that only some have."""
-        if self.paged is None:
-            return 0
-        self.paged.truncate(self.paged.lengths)
-        return self.paged.lengths[0]
-
-    def keep(self, length: int) -> None:
-        """Drop all tokens after the first `length`."""
-        if self.paged is not None:
-            self.paged.truncate(length) if length else self.paged.reset()
-
     # Moving sequences, for all FP8 layers at once
 
     def reset(self) -> None:
@@ -167,18 +155,15 @@ class FP8Layers:
             self.paged.reset()
             self.record(self.recording)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens."""
-        if self.paged is not None and (tokens_to_remove or self.window is not None):
-            self.paged.truncate(self._cropped(self.paged, tokens_to_remove))
+    def crop(self, kept: int) -> None:
+        """Drop all tokens after the first `kept` of every sequence, and those that only some layers hold."""
+        if self.paged is not None:
+            self.paged.truncate(kept)
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise RuntimeError if the window before the last `-tokens_to_remove` tokens is lost."""
+    def check_crop(self, kept: int) -> None:
+        """Raise RuntimeError if the window before the token `kept` is lost."""
         if self.paged is not None and isinstance(self.paged.table, RingTable):
-            self.paged.table.check_held(self._cropped(self.paged, tokens_to_remove))
-
-    def _cropped(self, paged: PagedKVCache, tokens_to_remove: int) -> list[int]:
-        return [max(0, length + tokens_to_remove) for length in paged.lengths]
+            self.paged.table.check_held([kept] * self.paged.num_seqs)
 
     def record(self, recording: bool) -> None:
         """Keep every token from now on until the next `crop`, or no longer do so."""
@@ -320,6 +305,11 @@ class FP8Layer(CacheLayerMixin):
         if paged.max_seqlen is None:
             return paged.lengths[0]
         return paged.pages(self.slot).cache_seqlens[0].long()  # a copy, because the caller uses it after the next append
+
+    @property
+    def held(self) -> int:
+        """Number of tokens that this layer holds. In the static form it may wait for the GPU."""
+        return 0 if self.shared.paged is None else self.shared.paged.length_of(self.slot)
 
     def get_max_length(self) -> int:
         """The largest number of tokens; -1 without a limit."""

@@ -110,8 +110,11 @@ def fp8_kv_mask(
         attention_mask: bool `[B, tokens]`, False where a token is padding.
         local_size: the window of sliding and chunked layers, which differ in their mask functions.
     Raises:
+        ValueError: `attention_mask` is shorter than the cache and the new tokens together, or there are no sequences.
         RuntimeError: in compiled code, if `attention_mask` has holes or is too short. On a GPU the error is raised later.
     """
+    if not batch_size:
+        raise ValueError("a batch of no sequences: give the model one sequence of tokens or more")
     sdpa_arguments = dict(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, device=device, **kwargs,
@@ -131,12 +134,18 @@ def fp8_kv_mask(
         real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
         start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
         last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
-        other = (real.sum(-1) != (last - start).clamp_min(0)).any() | (end > width)  # holes, or too short
+        short = torch.as_tensor(end > width, device=real.device)
+        other = (real.sum(-1) != (last - start).clamp_min(0)).any() | short  # holes, or too short
         padded = True
         if torch.compiler.is_compiling():
             torch._assert_async(~other, _OTHER)
         else:  # the one wait for the device in a step, as in sdpa_mask
-            padded, other = torch.stack([start.amax(), other.long()]).tolist()
+            padded, other, short = torch.stack([start.amax(), other.long(), short.long()]).tolist()
+            if short:
+                raise ValueError(
+                    f"attention_mask is of {width} tokens, and the cache holds {int(q_offset)} and gets {q_length} new ones: pass a mask "
+                    "of all of them. For another prompt make a new cache, or call reset(); to drop the last n tokens call crop(-n)"
+                )
             if other:
                 return sdpa_mask(**sdpa_arguments)
     in_window = local_size is None or kv_length <= local_size
