@@ -16,8 +16,8 @@ TOOLS = Path(fp8attn_tools.__file__).parent
 
 # The floors of `fp8attn`, the ground first: a module imports modules of lower floors, and of its own package (docs/architecture.md).
 FLOORS = (
-    {"derivatives", "errors", "files"},
-    {"checks", "extras"},
+    {"derivatives", "errors"},
+    {"checks", "extras", "files"},
     {"formats"},
     {"numerics", "pages", "params", "scales"},
     {"contents", "kernels", "overflow", "reference"},

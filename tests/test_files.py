@@ -1,12 +1,16 @@
 """A file that exists is replaced as a whole, or stays as it is."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from fp8attn import KVScales, LayerScales, PagedKVCache
+from fp8attn.errors import UsageError
 from fp8attn.files import write_whole
 
 
@@ -30,8 +34,29 @@ def test_permissions_and_links_stay(tmp_path):
     link.symlink_to(path)
     write_whole(link, lambda draft: draft.write_bytes(b"newer"))
     assert path.read_bytes() == b"newer" and path.stat().st_mode & 0o777 == 0o640 and link.is_symlink()
-    with pytest.raises(IsADirectoryError):
-        write_whole(tmp_path, lambda draft: draft.write_bytes(b"newer"))
+    for write in (lambda: write_whole(tmp_path, lambda draft: draft.write_bytes(b"newer")), lambda: saved("cache", 1).save(tmp_path)):
+        with pytest.raises(UsageError, match="is a folder; give the name of a file"):
+            write()
+
+
+def test_drafts_of_killed_writers_are_removed(tmp_path):
+    """A draft that was written less than an hour ago may have a writer, and files of other names are not drafts of this one."""
+    path = tmp_path / "prompt[1].bin"
+    code = (
+        "import os, signal, sys; from pathlib import Path; from fp8attn.files import write_whole\n"
+        "write_whole(sys.argv[1], lambda draft: (draft.write_bytes(b'part'), os.kill(os.getpid(), signal.SIGKILL)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path]).returncode == -signal.SIGKILL
+    (killed,) = tmp_path.iterdir()
+    others = [tmp_path / ".prompt-0123456789abcdef.bin", tmp_path / ".other-01234567.bin", tmp_path / ".prompt[1]-notes.bin"]
+    for other in others:
+        other.touch()
+        os.utime(other, (0, 0))
+    write_whole(path, lambda draft: draft.write_bytes(b"newer"))
+    assert {*tmp_path.iterdir()} == {killed, path, *others}
+    os.utime(killed, (time.time() - 3700,) * 2)
+    write_whole(path, lambda draft: draft.write_bytes(b"newest"))
+    assert {*tmp_path.iterdir()} == {path, *others} and path.read_bytes() == b"newest"
 
 
 @pytest.mark.parametrize("kind", ["cache", "scales"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8attn import AttentionParams, KVPages, PagedKVCache, append, attention, reference
+from fp8attn import AttentionParams, KVPages, PagedKVCache, append, attention, from_dense, reference
 from fp8attn.formats.codec import CODECS
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.numerics import relative_error
@@ -291,3 +291,22 @@ def test_rope_is_fused_into_append(interleaved):
     plain.append(0, want, v)
     assert torch.equal(fused.read(0, 0)[1], plain.read(0, 0)[1])
     assert relative_error(fused.read(0, 0)[0], plain.read(0, 0)[0]) < 1e-3  # a last bit of FP32 may tip an FP8 rounding
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_the_first_page_of_a_window(queries, edge):
+    """The first key that is seen is the last of a page, the first of the next, or the one after. Pages to its left have NaN."""
+    length = 400
+    k, v, q = (torch.randn(1, heads, n, 64) for heads, n in ((1, length), (1, length), (2, queries)))
+    pages = from_dense(k, v)
+    window = length - queries + 1 - (2 * PAGE_SIZE + edge)  # the first query sees this many keys
+    left = 2 if edge >= 0 else 1
+    pages.pool[:left] = 0xFF
+    out = attention(q[0].transpose(0, 1), pages, window=window, backend="reference")
+    k, v = (x.transpose(0, 1) for x in pages.read(0, length, torch.float64, left * PAGE_SIZE))
+    position, key = length - queries + torch.arange(queries)[:, None], torch.arange(left * PAGE_SIZE, length)
+    seen = (key <= position) & (key > position - window)
+    assert seen[0].sum() == window
+    exact = F.scaled_dot_product_attention(q[0].double(), k.expand(2, -1, -1), v.expand(2, -1, -1), attn_mask=seen)
+    assert relative_error(out.transpose(0, 1), exact) < 1e-6  # FP32's 6e-8, of sums of 145 terms

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import errno
+import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save as to_bytes
 
+from .errors import UsageError
+
+ABANDONED = 3600  # seconds since the last byte of a draft was written, after which its writer is taken for killed
+
 
 def draft_of(target: Path) -> Path:
     """A name beside `target`, with its suffix, that no other writer has."""
     return target.with_name(f".{target.stem}-{secrets.token_hex(4)}{target.suffix}")
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove drafts of `target` whose writers were killed."""
+    for draft in target.parent.glob(f".{glob.escape(target.stem)}-{'[0-9a-f]' * 8}{glob.escape(target.suffix)}"):
+        if time.time() - draft.stat().st_mtime > ABANDONED:
+            draft.unlink(missing_ok=True)
 
 
 def is_special(path: Path) -> bool:
@@ -26,9 +38,11 @@ def is_special(path: Path) -> bool:
 def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
     """Call `save` with the name of a draft beside `path`, and then move the complete file to `path`. Folders above it are made.
 
-    A file that exists keeps its permissions. A link stays, and the file it names is replaced.
+    A file that exists keeps its permissions. A link stays, and the file it names is replaced. Drafts of this file that were written an hour
+    ago or earlier, by processes that were killed, are removed.
 
     Raises:
+        UsageError: `path` is a folder.
         OSError: the file cannot be written. No file was changed.
     """
     target = Path(path).resolve()
@@ -36,8 +50,9 @@ def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
         save(target)
         return
     if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise UsageError(f"{path} is a folder; give the name of a file")
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
     draft = draft_of(target)
     try:
         save(draft)

@@ -175,7 +175,7 @@ def attention(
         q_len = bounds[seq + 1] - bounds[seq]
         if not q_len:
             continue
-        # Of a ring, pages left of the window belong to other tokens.
+        # Pages left of the window may have been given back.
         first = max(0, length - q_len - window + 1) // PAGE_SIZE * PAGE_SIZE if window else 0
         k, v = (x.transpose(0, 1) for x in pages.read(seq, length, compute_dtype, first))  # [Hkv, S, D]
         all_keys = k, v, torch.arange(first, length, device=q.device)

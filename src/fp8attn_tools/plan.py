@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8attn.cache.ring import ring_size
+from fp8attn.cache.page_table import pages_of_window
 from fp8attn.checks import LARGEST
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
@@ -59,7 +59,8 @@ class CacheShape:
         """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
 
         FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and one length
-        per sequence and layer. Static means are not counted. Layers of one window have one page table. BF16: the elements. Sliding layers
+        per sequence and layer. Static means are not counted. Layers of one window have one page table. Windows have their
+        pages after a step of decoding; during the forward of a prompt they have those of all its tokens. BF16: the elements. Sliding layers
         in 16 bits: `min(context, window)` tokens.
         """
         per_token = 4 * self.num_kv_heads * self.head_dim
@@ -69,9 +70,8 @@ class CacheShape:
             return in_16_bits + batch * per_token * context * self.full_layers
         pages = -(-context // PAGE_SIZE)
         full = self.full_layers * (pages * self._page_cost + ENTRY) + (pages * ENTRY if self.full_layers else 0)
-        rings = sum(ring_size(window) * self._page_cost + ENTRY for window in self.windows)
-        tables = len(set(self.windows)) * (pages if pages == 1 else pages + pages // 4) * ENTRY
-        return in_16_bits + batch * (full + rings + tables)
+        windowed = sum(min(pages, pages_of_window(window)) * self._page_cost + ENTRY for window in self.windows)
+        return in_16_bits + batch * (full + windowed + len(set(self.windows)) * pages * ENTRY)
 
     @property
     def _tables(self) -> int:

@@ -29,8 +29,8 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
         )
     _, num_kv_heads, head_dim = attention_shape(config)
     full = sum(layer.is_full for layer in layers)
-    windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_ring)
-    kept = tuple(layer.window for layer in layers if layer.window is not None and not layer.is_ring)
+    windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_windowed)
+    kept = tuple(layer.window for layer in layers if layer.window is not None and not layer.is_windowed)
     return CacheShape(full, num_kv_heads, head_dim, windows, kept, len(layers) - full - len(windows) - len(kept))
 
 

@@ -1,6 +1,7 @@
 """The forms of a cache against the growing form of all tokens: the same random operations, and then the same bytes and lengths.
 
-The others are the static form, or, with a window, a growing ring and most often a static one.
+The others are the static form, or, with a window, a growing pool and one of fixed size. Half of the operations run under
+`torch.inference_mode`.
 
 `python -m tests.cache.fuzz` does 10,000 operations on a CPU in some minutes. `tests/cache/test_fuzz.py` does a part of them, and
 `tests/gpu/test_cache_gpu.py` runs for a minute on a GPU, where a CUDA graph appends in place of compiled code.
@@ -14,14 +15,14 @@ import itertools
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from fp8attn import KVPages, PagedKVCache
-from fp8attn.cache.page_table import num_pages_of
-from fp8attn.cache.ring import STEP, ring_size
+from fp8attn.cache.page_table import SLACK, OutOfPagesError, first_column, num_pages_of
 from fp8attn.formats.codec import CODECS
 from fp8attn.formats.page_layout import PAGE_SIZE, unpack_k, unpack_v
 
@@ -44,8 +45,8 @@ class Caches:
         held: the lengths, as the operations imply them.
         window: of the other forms; None: they have all tokens.
         most: tokens that a sequence may have.
-        longest: of each sequence, the most tokens that it had since it was empty: a ring no longer has what was overwritten.
-        kept: the lengths from which on a ring that records has all tokens; None: it does not record.
+        furthest: of each sequence, the most tokens that it had when pages left of the window could be given back.
+        recording: whether pages are given back only when tokens are dropped.
         step: appends tokens to the static form, where the host does not see it.
     """
 
@@ -56,12 +57,14 @@ class Caches:
         num_seqs, self.most = self.random.choice([1, 2, 3]), self.random.choice([1, 128, 200, 300] if self.window is None else [200, 1500])
         options = {"num_layers": LAYERS, "num_seqs": num_seqs, "key_dtype": self.random.choice(list(CODECS)), "device": device}
         self.full, self.others = PagedKVCache(HEADS, DIM, **options), {}
-        if self.window is None or self.random.random() < 0.7:
-            self.others["static"] = PagedKVCache(HEADS, DIM, max_seqlen=self.most, window=self.window, **options)
-        if self.window is not None:
-            self.others["ring"] = PagedKVCache(HEADS, DIM, window=self.window, **options)
+        self.num_pages = 5 * (num_pages_of(self.most) + 1)  # of 4 sequences, and copies
+        if self.window is None:
+            self.others["static"] = PagedKVCache(HEADS, DIM, max_seqlen=self.most, **options)
+        else:
+            self.others["growing"] = PagedKVCache(HEADS, DIM, window=self.window, **options)
+            self.others["fixed"] = PagedKVCache(HEADS, DIM, window=self.window, num_pages=self.num_pages, **options)
         self.held = [0] * num_seqs
-        self.longest, self.kept = [0] * num_seqs, None
+        self.furthest, self.recording = [0] * num_seqs, False
         self.graph = device == "cuda" and "static" in self.others and self.random.random() < 0.5
         self.step = self._graph() if self.graph else self._compiled()
 
@@ -76,7 +79,7 @@ class Caches:
     def _compiled(self):
         def step(cache, k, v):
             for layer in range(LAYERS):
-                cache.append_pages(layer, k, v)
+                cache.append(layer, k, v)
 
         torch._dynamo.reset()
         run = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
@@ -109,7 +112,8 @@ class Caches:
         return k, v
 
     def operate(self, name: str) -> None:
-        getattr(self, f"do_{name}")()
+        with torch.inference_mode(not self.graph and self.random.random() < 0.5):
+            getattr(self, f"do_{name}")()
         self.check()
 
     # Operations
@@ -129,21 +133,26 @@ class Caches:
                 assert torch.equal(cache.attention(0, q), want), f"attention of {name}"
 
     def do_step(self) -> None:
-        """Compiled, or a graph; more than one token, if the static form has a window."""
-        new = self.random.choice([1, 1, 17, 300]) if self.window is not None and not self.graph else 1
-        if max(self.held) + new > self.most:
+        """Compiled, or a graph."""
+        if self.static is None or max(self.held) == self.most:
             return
-        k, v = self.tokens(new * len(self.held))
+        k, v = self.tokens(len(self.held))
         for cache in self.all:
             if cache is self.static:
                 self.step(k, v)
             else:
                 for layer in range(LAYERS):
                     cache.append(layer, k, v)
-        self.grow([new] * len(self.held))
+        self.grow([1] * len(self.held))
 
     def do_overfull(self) -> None:
-        """One token too many of one sequence, and any number of the others."""
+        """One token too many of one sequence, and any number of the others; or more pages than a pool of fixed size has."""
+        if "fixed" in self.others and self.random.random() < 0.3:
+            cache, new = self.others["fixed"], [0] * (len(self.held) - 1) + [128 * self.num_pages + self.most]
+            tables = copy.deepcopy(cache.table.tables)
+            with pytest.raises(OutOfPagesError):
+                cache.append(0, *self.tokens(sum(new)), lengths=new)
+            assert cache.table.tables == tables
         if self.static is None or (self.device == "cuda" and not self.static._static.counted):
             return  # the GPU would stop the process
         new = [self.random.choice([0, self.most - held]) for held in self.held]
@@ -153,11 +162,9 @@ class Caches:
             self.static.append(0, *self.tokens(sum(new)), lengths=new)
 
     def do_draft(self) -> None:
-        """Tokens are appended, and some or all of them dropped. A ring has room for that."""
-        before, most = list(self.held), STEP if self.window is not None else PAGE_SIZE
-        if self.window is not None and self.kept is not None and self.static is None:
-            most = 4 * STEP  # a ring that records has more
-        self.do_append((0, 1, 2, most // 4, most - 1, most))
+        """Tokens are appended, and some or all of them dropped."""
+        before = list(self.held)
+        self.do_append((0, 1, 2, 17, 127, 128, 300))
         self.shorten([self.random.randint(old, new) for old, new in zip(before, self.held, strict=True)])
 
     def do_truncate(self) -> None:
@@ -170,8 +177,7 @@ class Caches:
         chosen = [self.random.randrange(len(self.held)) for _ in range(count)]
         for cache in self.all:
             cache.select(chosen)
-        self.held, self.longest = ([x[seq] for seq in chosen] for x in (self.held, self.longest))
-        self.kept = None if self.kept is None else [self.kept[seq] for seq in chosen]
+        self.held, self.furthest = ([x[seq] for seq in chosen] for x in (self.held, self.furthest))
 
     def do_copy(self) -> None:
         if len(self.held) > 1:
@@ -179,24 +185,21 @@ class Caches:
             least = 0 if self.window is None or self.random.random() < 0.2 else max(0, self.held[source] - 20)
             length = self.random.choice([None, self.random.randint(least, self.held[source])])
             kept = self.held[source] if length is None else length
-            if not self.can_go_back([kept if seq == source else held for seq, held in enumerate(self.held)], f"copy({source}, {target})"):
-                return
-            for cache in self.all:
-                cache.copy(source, target, length)
-            self.held[target], self.longest[target] = kept, self.longest[source] if kept else 0
-            if self.kept is not None:
-                self.kept[target] = kept
+            back = [kept if seq == source else held for seq, held in enumerate(self.held)]
+            if self.can_go_back(back, lambda cache: cache.copy(source, target, length)):
+                for cache in self.all:
+                    cache.copy(source, target, length)
+                self.held[target], self.furthest[target] = kept, self.furthest[source] if kept else 0
 
     def do_interrupted(self) -> None:
         """A step that some layers did not append."""
-        if max(self.held) < self.most:
-            k, v = self.tokens(len(self.held))
+        new = self.random.choice([1, 17, 300])
+        if max(self.held) + new <= self.most:
+            k, v = self.tokens(new * len(self.held))
             for cache in self.all:
                 cache.append(0, k, v)
                 cache.truncate(cache.lengths)
-            self.grow([1] * len(self.held))
-            self.held = [held - 1 for held in self.held]
-            self.shortened()
+            self.given_back()
 
     def do_lengths(self) -> None:
         for cache in self.all:
@@ -206,16 +209,14 @@ class Caches:
         for cache in self.all:
             cache.reset()
         self.held = [0] * len(self.held)
-        self.kept = None
         self.shortened()
 
     def do_record(self) -> None:
-        """The growing ring keeps every token until the next truncation, or no longer does."""
+        """Caches with a window keep every token until the next truncation, or no longer do."""
         if self.window is not None:
-            recording = self.random.random() < 0.7
-            self.kept = list(self.held) if recording else None
+            self.recording = self.random.random() < 0.7
             for cache in self.others.values():
-                cache.table.record(recording)
+                cache.table.recording = self.recording
 
     def do_deepcopy(self) -> None:
         if not self.graph:
@@ -232,56 +233,71 @@ class Caches:
                 cache.save(Path(folder) / name)
             names = {name: self.random.choice(list(self.others)) for name in self.others}
             self.others = {
-                name: PagedKVCache.load(Path(folder) / source, max_seqlen=self.most if name == "static" else None, device=self.device)
+                name: PagedKVCache.load(
+                    Path(folder) / source, max_seqlen=self.most if name == "static" else None,
+                    num_pages=self.num_pages if name == "fixed" else None, device=self.device,
+                )
                 for name, source in names.items()
-            }
-        self.kept, self.step = None, self._compiled()
+            }  # fmt: skip
+        self.recording, self.step = False, self._compiled()
+        self.given_back()
         self.check()
         self.shorten([max(0, held - self.random.randint(0, 30)) for held in self.held])
 
     # What the operations imply
 
     def grow(self, new: list[int]) -> None:
+        if not self.recording:
+            self.given_back()
         self.held = [held + n for held, n in zip(self.held, new, strict=True)]
-        self.longest = list(map(max, self.longest, self.held))
+
+    def given_back(self) -> None:
+        """Pages left of the window may have been given back."""
+        self.furthest = list(map(max, self.furthest, self.held))
 
     def shorten(self, lengths: list[int]) -> None:
         lengths = list(map(min, self.held, lengths))
-        if self.can_go_back(lengths, "truncate"):
+        if self.can_go_back(lengths, lambda cache: cache.truncate(lengths)):
             for cache in self.all:
                 cache.truncate(lengths)
             self.held = lengths
             self.shortened()
 
     def shortened(self) -> None:
-        self.longest = [longest if held else 0 for longest, held in zip(self.longest, self.held, strict=True)]
-        self.kept = None if self.kept is None else list(self.held)
+        self.furthest = [furthest if held else 0 for furthest, held in zip(self.furthest, self.held, strict=True)]
+        self.given_back()
 
-    def can_go_back(self, lengths: list[int], what: str) -> bool:
-        """Whether all caches can. A ring that cannot has overwritten what a sequence would see, and raises before it changes anything."""
+    def can_go_back(self, lengths: list[int], move: Callable[[PagedKVCache], None]) -> bool:
+        """Whether all caches can. One that cannot has given back what a sequence would see, and raises before it changes anything."""
         refused = False
         for name, cache in self.others.items():
-            if self.window is None:
-                break
             try:
-                cache.table.check_held(lengths)
+                for seq, length in enumerate(lengths):
+                    cache.table.check_held(seq, length)
             except RuntimeError:
                 refused = True
-                assert not all(self.must_hold(seq, length, name) for seq, length in enumerate(lengths)), (name, lengths, what)
-                if what == "truncate":
-                    with pytest.raises(RuntimeError, match="cannot go back"):
-                        cache.truncate(lengths)
-                    assert list(cache.lengths) == self.held
+                assert not all(map(self.must_hold, range(len(lengths)), lengths)), (name, lengths)
+                before = copy.deepcopy(cache.table.tables)
+                with pytest.raises(RuntimeError, match="cannot go back"):
+                    move(cache)
+                assert list(cache.lengths) == self.held and cache.table.tables == before
         return not refused
 
-    def must_hold(self, seq: int, length: int, name: str) -> bool:
-        """Whether the ring must still have the window before token `length` of a sequence."""
-        first, size = max(0, length - self.window + 1) // PAGE_SIZE, ring_size(self.window, self.most if name == "static" else None)
-        recorded = name == "ring" and self.kept is not None and length >= self.kept[seq]
-        return not length or recorded or first >= num_pages_of(self.longest[seq]) - size
+    def must_hold(self, seq: int, length: int) -> bool:
+        """Whether a cache must still have the window before token `length` of a sequence."""
+        return not length or first_column(length, self.window) >= first_column(self.furthest[seq] - SLACK, self.window)
 
     def check(self) -> None:
         """Compare the lengths of all layers, and all bytes and scales of one."""
+        if not self.recording:
+            self.given_back()  # `pages` reserves, after tokens were dropped
+        for cache in self.others.values():
+            table = cache.table
+            count = [0] * len(table.references)
+            for page in itertools.chain.from_iterable(table.tables):
+                if page >= 0:
+                    count[page] += 1
+            assert count == table.references and sorted(table.free) == [page for page, n in enumerate(count) if not n]
         for cache, layer in itertools.product(self.all, range(LAYERS)):
             assert cache.pages(layer).cache_seqlens.tolist() == self.held, (cache, layer)
         layer = self.random.randrange(LAYERS)

@@ -250,6 +250,11 @@ def test_half_the_bytes():
     ("kwargs", "message"),
     [
         ({"head_dim": 72}, "head_dim must be one of"),
+        ({"head_dim": 64.0}, r"head_dim must be one of .*; got 64\.0"),
+        ({"num_layers": 10**9}, r"num_layers 16,384, .* got num_seqs=1 and num_layers=1,000,000,000"),
+        ({"num_layers": 2**14, "num_seqs": 2**14}, "their product 67,108,864"),
+        ({"device": "meta"}, "pages are on a CPU or on a GPU that torch calls cuda; got device='meta'"),
+        ({"device": "xpu"}, "got device='xpu'"),
         ({"num_seqs": 0}, "must be positive"),
         ({"max_seqlen": 12.5}, "must be positive whole numbers; got .*max_seqlen=12.5"),
         ({"num_pages": 0}, "must be positive"),

@@ -17,9 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
-from fp8attn.cache.ring import SHORTEST_WINDOW
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
+from fp8attn.integrations.transformers.config import SHORTEST_WINDOW, layers_of, unsupported_reason
 from fp8attn.numerics import relative_error
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -133,7 +132,7 @@ def model_of(config: PreTrainedConfig) -> transformers.PreTrainedModel:
 def errors(config: PreTrainedConfig) -> list[float]:
     """The relative errors of a model's logits on a growing and on a static `FP8Cache`, beside transformers' own cache."""
     model = model_of(config)
-    tokens = LONG if any(layer.is_ring for layer in layers_of(config)) else TOKENS
+    tokens = LONG if any(layer.is_windowed for layer in layers_of(config)) else TOKENS
     ids = torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(1))
 
     def logits(made: transformers.Cache) -> torch.Tensor:

@@ -4,8 +4,7 @@
 |---|---|
 | `paged.py` | `PagedKVCache`: append and attention |
 | `sequences.py` | the rest of its methods: sizes, and operations that move sequences |
-| `page_table.py` | the pages of each sequence, copy-on-write |
-| `ring.py` | the pages of a sliding window, which are used again |
+| `page_table.py` | the pages of each sequence, copy-on-write; windows |
 | `layer.py` | the pages of one layer |
 | `step.py` | one append of all layers; the static form |
 | `storage.py` | sequences in files |

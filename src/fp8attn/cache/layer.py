@@ -10,7 +10,7 @@ from ..formats.kv_format import KVFormat
 from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, scales_of
 from ..pages import KVPages
 from ..scales import LayerScales
-from .page_table import Change, PageTable
+from .page_table import Change, PageTable, lasting
 
 
 class LayerPages:
@@ -83,6 +83,7 @@ class LayerPages:
         pool = self.fit(table.num_pages) if self.pool is None else self.pool
         return KVPages.trusted(pool, table.page_table, cache_seqlens, self.format)
 
+    @lasting
     def fit(self, num_pages: int) -> torch.Tensor:
         """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
         pool = torch.zeros(num_pages, self.num_kv_heads, self.format.layout.nbytes, dtype=torch.uint8, device=self.device)
@@ -99,16 +100,9 @@ class LayerPages:
         """The pool, with at least `num_pages`."""
         return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
 
-    def write(self, pages: list[int], sources: list[int] | None, given: torch.Tensor, table: PageTable) -> None:
-        """Copy the bytes of pages `sources` (None: all, in order) from another pool, `given`."""
-        given = given if sources is None else given[torch.tensor(sources, dtype=torch.long)]
+    def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
+        """Copy the bytes of these pages from another pool, `given`."""
         self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
-
-    def take(self, pages: list[int], table: PageTable) -> None:
-        """Replace the pool with copies of these pages of it. A pool of as many pages keeps its tensor."""
-        if self.pool is not None:
-            taken = self.pool[table.to_device(pages, torch.long)]
-            self.pool = self.pool.copy_(taken) if taken.shape == self.pool.shape else taken
 
     def apply(self, change: Change, table: PageTable) -> None:
         """Grow the pool, copy its pages and drop tokens, as `PageTable.reserve` needs."""

@@ -16,7 +16,7 @@ from ..pages import KVPages
 from ..params import Append, BackendName, options_of
 from . import storage
 from .ahead import Attention
-from .ring import STEP, RingTable, Run
+from .page_table import lasting
 from .sequences import DROP, Sequences
 from .step import Step
 
@@ -36,8 +36,9 @@ class PagedKVCache(Sequences):
         num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools grow with the tokens.
         max_seqlen: tokens of the longest sequence, for the static form. Each sequence has all its pages from the start, tensors keep their
             addresses, and a step needs nothing from the host, so it can be compiled or captured in a CUDA graph. None: not static.
-        window: number of tokens that a query sees, its own included. Then each sequence has the pages of a window only, whatever its
-            length (`ring`), and attention has this window. None: all tokens are kept.
+        window: number of tokens that a query sees, its own included, in every attention. Before a step, each sequence gives back the pages
+            that no later query sees, so that the memory after a prompt is that of the window. Not for the static form. None: all tokens are
+            kept.
         key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change attention.
             A bool, or a list with one for each layer.
@@ -93,15 +94,10 @@ class PagedKVCache(Sequences):
         static_scales = self._layer(layer).scales is not None
         overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
         if torch.compiler.is_compiling():
-            if isinstance(self.table, RingTable) and not self.table.has_room(k.shape[0] // self.num_seqs, False):
-                raise RuntimeError(
-                    f"in compiled code a cache with a window appends up to {STEP} tokens of a sequence by append; got {k.shape[0]} for "
-                    f"{self.num_seqs} sequences: call append_pages, and fp8attn.attention with the pages that it returns"
-                )
             return self._trace_append(
                 layer, k, v, lengths, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
                 static_scales=static_scales, overflows=overflows, backend=self.backend,
-            )[1]  # fmt: skip
+            )  # fmt: skip
         rope = rope_of(rope_cos, rope_sin, rope_interleaved)
         name = ops.check_append(self, k, v, q, rope, self.backend)
         step = self._join(layer, k.shape[0], lengths)
@@ -117,29 +113,13 @@ class PagedKVCache(Sequences):
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                run = None if self.window is None else self._run(layer, pages, step.longest, step.before is not None)
-                pages = pages if run is None else run.pages
                 rotated = ops.run_append(name, pages, k, v, how, q)
-                if run is not None:
-                    run.end()
         except BaseException:
             if not step.pages:  # no layer has the tokens
                 self._abandon(step)
             raise
         step.pages[layer] = pages
         return rotated
-
-    def append_pages(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> KVPages:
-        """Append new tokens, the same number to each sequence, and return the pages that the attention of these tokens reads (`appended`).
-
-        Compiled code of a cache with a window needs this: of a long step, these pages exist for the step alone.
-        """
-        if torch.compiler.is_compiling():
-            overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
-            static = self._layer(layer).scales is not None
-            return self._trace_append(layer, k, v, None, static_scales=static, overflows=overflows, backend=self.backend)[0]
-        self.append(layer, k, v)
-        return self.appended(layer)
 
     def appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
@@ -317,7 +297,6 @@ class PagedKVCache(Sequences):
     def _abandon(self, step: Step) -> None:
         """End a step whose first layer has failed."""
         if step.before is not None:
-            self.table.unwritten()
             self.truncate(step.before)
         self._step = None
 
@@ -340,6 +319,7 @@ class PagedKVCache(Sequences):
             raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
         return new
 
+    @lasting
     def _begin(
         self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, length: int, rope: Rope | None
     ) -> torch.Tensor | None:
@@ -354,14 +334,10 @@ class PagedKVCache(Sequences):
         q = q.unflatten(0, (-1, length)).transpose(1, 2)
         return ops.run_rope(name, q, rope).transpose(1, 2).flatten(0, 1)
 
-    def _run(self, layer: int, pages: KVPages, longest: int, counted: bool) -> Run | None:
-        """Pages for a step that the layer's rings have no room for (`RingTable.run`)."""
-        return self.table.run(pages, longest, counted, self.layers[layer].scales) if isinstance(self.table, RingTable) else None
-
     def _trace_append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, **options: Any
-    ) -> tuple[KVPages, torch.Tensor | None]:  # fmt: skip
-        """`append` in compiled code, with the pages that attention reads. It is work of the device only, so it compiles once."""
+    ) -> torch.Tensor | None:  # fmt: skip
+        """`append` in compiled code. It is work of the device only, so it compiles once."""
         if self._static is None or lengths is not None:
             raise RuntimeError(
                 "append in compiled code needs a cache with max_seqlen=..., which has all its memory from the start, and one number of "
@@ -370,10 +346,4 @@ class PagedKVCache(Sequences):
         if layer == 0:  # all layers have the same lengths
             self._static.assert_fits(self.table.cache_seqlens[0], k.shape[0] // self.num_seqs)
         self._static.counted, self._step = False, None
-        pages = self._layer_pages(layer)
-        run = self._run(layer, pages, k.shape[0] // self.num_seqs, counted=False)
-        pages = pages if run is None else run.pages
-        rotated = ops.append(pages, k, v, **options)
-        if run is not None:
-            run.end()
-        return pages, rotated
+        return ops.append(self._layer_pages(layer), k, v, **options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,17 +19,18 @@ from ..precompile.calls import Layer as KernelLayer
 from ..scales import LayerScales
 from .ahead import Ahead
 from .layer import LayerPages
-from .page_table import Change, PageTable, num_pages_of
-from .ring import RingTable, ring_size
+from .page_table import MOST_SEQUENCES, Change, PageTable, lasting, num_pages_of
 from .step import StaticForm, Step, _is_capturing
 
-MOST_SEQUENCES = 2**20  # each has lists on the host
+MOST_LAYERS = 2**14  # each has tensors
+MOST_LENGTHS = 2**26  # every layer has a length of each sequence
 DROP = "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, cache.reset()"
 
 
 class Sequences:
     """The base class of `PagedKVCache`, which describes the arguments: its state, and operations that move sequences."""
 
+    @lasting
     def __init__(
         self,
         num_kv_heads: int,
@@ -48,8 +50,8 @@ class Sequences:
         device: torch.device | str | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        if head_dim not in HEAD_DIMS:
-            raise UsageError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        if not is_whole(head_dim) or head_dim not in HEAD_DIMS:
+            raise UsageError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim!r}")
         sizes = {
             "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen,
             "window": window,
@@ -57,22 +59,28 @@ class Sequences:
         if any(size is not None and (not is_whole(size) or not 1 <= size <= LARGEST) for size in sizes.values()):
             given = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
             raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {given} (the most: {LARGEST:,})")
-        if num_seqs > MOST_SEQUENCES:
-            raise UsageError(f"num_seqs must be at most {MOST_SEQUENCES:,}; got {num_seqs:,}")
+        if num_seqs > MOST_SEQUENCES or num_layers > MOST_LAYERS or num_layers * num_seqs > MOST_LENGTHS:
+            raise UsageError(
+                f"num_seqs must be at most {MOST_SEQUENCES:,}, num_layers {MOST_LAYERS:,}, and their product {MOST_LENGTHS:,}; got "
+                f"num_seqs={num_seqs:,} and num_layers={num_layers:,}"
+            )
         check_backend(backend)
-        if window is not None and num_pages is not None:
-            raise UsageError(f"window decides how many pages there are; leave out num_pages={num_pages}")
         if max_seqlen is not None:
+            if window is not None:
+                raise UsageError(
+                    f"window={window} gives back pages while tokens are appended, which the static form (max_seqlen={max_seqlen}) cannot; "
+                    "leave out max_seqlen (num_pages= limits the memory), or keep all tokens and pass window to each attention"
+                )
             if num_pages is not None:
                 raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
-            num_pages = num_seqs * (num_pages_of(max_seqlen) if window is None else ring_size(window, max_seqlen))
+            num_pages = num_seqs * num_pages_of(max_seqlen)
             if num_pages > LARGEST:
                 raise UsageError(
                     f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most {LARGEST:,}"
                 )
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = _device(device)
         self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
         options = [
             _each(name, value, num_layers)
@@ -89,7 +97,7 @@ class Sequences:
             for layer in self.layers:
                 layer.fit(num_pages)
         self.overflow_counts = OverflowCounts(num_layers, num_kv_heads, head_dim, self.device) if count_overflows else None
-        self.table = self._new_table(num_seqs, num_pages)
+        self.table = PageTable(num_layers, num_seqs, num_pages, self.device, window)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
         self.ahead = Ahead()
@@ -97,11 +105,6 @@ class Sequences:
         if max_seqlen is not None:
             self._reserve([max_seqlen] * num_seqs)
             self._mark_static()
-
-    def _new_table(self, num_seqs: int, num_pages: int | None) -> PageTable:
-        if self.window is not None:
-            return RingTable(len(self.layers), num_seqs, self.window, self.max_seqlen, self.device)
-        return PageTable(len(self.layers), num_seqs, num_pages, self.device)
 
     # State
 
@@ -195,7 +198,7 @@ class Sequences:
         pages = self.pages(layer)
         (seq,) = self.table.sequences([seq])
         length = self.length_of(layer, seq)
-        return pages.read(seq, length, dtype, self.table.first_held(seq, length) if isinstance(self.table, RingTable) else 0)
+        return pages.read(seq, length, dtype, self.table.first_held(seq, length))
 
     # Moving sequences
 
@@ -219,16 +222,20 @@ class Sequences:
 
         Raises:
             ValueError: `lengths` is not one number of tokens for each sequence.
+            RuntimeError: a page of the window before the last kept token was given back (`PageTable.check_held`). Nothing was changed.
         """
         counts, step = self.table.counts(lengths), self._step
         if step is not None and step.before is not None and step.missing(len(self.layers)):
-            self.table.lengths = list(step.before)
+            counts = list(map(min, counts, step.before))
         self._move(lambda table: table.truncate(counts))
 
+    @lasting
     def reset(self) -> None:
         """Drop all tokens. The memory of growing pools is freed. Pools of fixed size stay allocated."""
         if self.table.grows:
-            self.table = self._new_table(self.num_seqs, None)
+            recording = self.table.recording
+            self.table = PageTable(self.num_layers, self.num_seqs, None, self.device, self.window)
+            self.table.recording = recording
             for layer in self.layers:
                 layer.pool = None
             self._pages, self._step = [None] * len(self.layers), None
@@ -253,8 +260,6 @@ class Sequences:
                 f"a cache with max_seqlen keeps its number of sequences, and select would change it from {self.num_seqs} to "
                 f"{len(chosen)}; make the cache with the final number, or without max_seqlen"
             )
-        if isinstance(self.table, RingTable):
-            self._take(self.table, chosen)
         self._move(lambda table: table.select(chosen))
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
@@ -262,6 +267,7 @@ class Sequences:
 
         Raises:
             ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was changed.
+            RuntimeError: as `truncate`.
         """
         source, target = self.table.sequences([source, target])
         self.check_complete("copy")
@@ -271,31 +277,33 @@ class Sequences:
             raise ValueError(f"sequence {source} has {held} tokens, so length must be 0 to {held}; got {length}")
         if source == target:
             raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
-        if isinstance(self.table, RingTable):
-            self.table.check_held([length if seq == source else n for seq, n in enumerate(self.table.lengths)])
-            self._take(self.table, [source if seq == target else seq for seq in range(self.num_seqs)])
         self._move(lambda table: table.copy(source, target, length))
 
     def sync(self) -> None:
-        """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths."""
-        self._step = None
+        """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths.
+
+        Raises:
+            RuntimeError: as `truncate`.
+        """
         if self._static is None:
             self.table.sync()
         else:
             self._static.read(self.table, complete=True)
+        self._step = None
 
+    @lasting
     def fill(self, lengths: list[int], tables: list[list[int]], pools: list[torch.Tensor]) -> None:
-        """Replace all tokens with those of other pools, one pool for each layer.
+        """Fill an empty cache with tokens of other pools, one pool for each layer.
 
         Args:
             lengths: number of tokens of each sequence.
-            tables: the pages of each sequence, as indices into `pools`.
+            tables: the pages of each sequence, as indices into `pools`, or -1 for pages left of the window.
             pools: `[num_pages, num_kv_heads, page_bytes]` uint8, for each layer.
         """
-        self.table.truncate([0] * self.num_seqs)
-        pages, sources = self.table.fill(lengths, tables)
+        self.table.truncate([0] * self.num_seqs)  # the static form has all pages already
+        pages = self.table.fill(lengths, tables)
         for layer, pool in zip(self.layers, pools, strict=True):
-            layer.write(pages, sources, pool, self.table)
+            layer.write(pages, pool, self.table)
         self._move(lambda table: None)
         self._pages = [None] * len(self.layers)  # the means may also be new
         if self._static is not None:
@@ -304,6 +312,12 @@ class Sequences:
     def __copy__(self) -> Any:
         """Raise TypeError: a shallow copy would write to the pages of this cache."""
         raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
+
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = memo[id(self)] = type(self).__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_pages": [None] * len(self.layers)}  # tensors that share memory with others
@@ -326,17 +340,12 @@ class Sequences:
 
     # For all layers
 
-    def _take(self, table: RingTable, chosen: list[int]) -> None:
-        """Give each sequence a copy of the pages of the `chosen` one."""
-        held, pages = self._tensors(), table.pages_at(chosen)
-        for layer in self.layers:
-            layer.take(pages, table)
-        self._renew(held)
-
+    @lasting
     def _reserve(self, counts: list[int]) -> None:
         held = self._tensors()
         try:
             self.table.reserve(counts, self._apply)
+            self.table.compact(self._take)
         finally:
             self._renew(held)  # also if some layers have a larger pool already and the next has no memory for it
 
@@ -344,6 +353,14 @@ class Sequences:
         for layer in self.layers:
             layer.apply(change, self.table)
 
+    def _take(self, pages: list[int]) -> None:
+        """Replace the pool of every layer with copies of these pages of it."""
+        index = self.table.to_device(pages, torch.long)
+        taken = [None if layer.pool is None else layer.pool[index] for layer in self.layers]
+        for layer, pool in zip(self.layers, taken, strict=True):
+            layer.pool = pool
+
+    @lasting
     def _move(self, move: Callable[[PageTable], None]) -> None:
         """Move sequences. The host does this, so the static form must know its lengths."""
         held = self._tensors()
@@ -401,6 +418,14 @@ class Sequences:
         if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(self.layers):
             raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer!r}")
         return self.layers[layer]
+
+
+def _device(given: torch.device | str | None) -> torch.device:
+    """The device of a cache, with its index."""
+    kind = (torch.get_default_device() if given is None else torch.device(given)).type
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"pages are on a CPU or on a GPU that torch calls cuda; got device={str(given)!r}")
+    return torch.empty(0, device=given).device
 
 
 def _each(name: str, value: Any, num_layers: int) -> list[Any]:

@@ -5,13 +5,12 @@ A file holds, for `n` sequences:
 | tensor | shape | |
 |---|---|---|
 | `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes them |
-| `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one |
+| `page_table` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one, -1 left of the window |
 | `lengths` | `[n]` int32 | tokens |
 | `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent: zero |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, the shape of a layer, and the format of keys; of a cache with a window, the window. Then columns of
-`page_table` left of the window name pages of later tokens.
+Its metadata has the format of the file, the shape of a layer, and the format of keys; of a cache with a window, the window.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from ..files import write_tensors
 from ..formats.page_layout import PAGE_SIZE, PageLayout
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
-from .page_table import num_pages_of
+from .page_table import first_column, num_pages_of
 from .sequences import Sequences
 
 Cache = TypeVar("Cache", bound=Sequences)
 Packed = tuple[dict[str, torch.Tensor], dict[str, str]]  # the tensors and the metadata of a file
 FORMAT = "fp8attn.kv_pages.2"
-WINDOWED = "fp8attn.kv_pages.2.window"  # columns left of the window name pages of others
+WINDOWED = "fp8attn.kv_pages.3.window"  # page_table has -1 left of the window
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
@@ -48,10 +47,12 @@ def pack(cache: Sequences, seqs: Sequence[int] | None = None) -> Packed:
     lengths, table = cache.lengths, cache.table
     chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
     held = [table.pages_of(seq) for seq in chosen]
-    number = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages))}
+    number = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages if page >= 0))}
     width = max(1, *map(len, held))
     tensors = {
-        "page_table": torch.tensor([[*map(number.get, pages), *[0] * (width - len(pages))] for pages in held], dtype=torch.int32),
+        "page_table": torch.tensor(
+            [[number.get(page, -1) for page in pages] + [0] * (width - len(pages)) for pages in held], dtype=torch.int32
+        ),
         "lengths": torch.tensor([lengths[seq] for seq in chosen], dtype=torch.int32),
     }
     taken = table.to_device(list(number), torch.long)
@@ -117,8 +118,8 @@ def unpack(
         rotate_keys, page_size = json.loads(metadata["rotate_keys"]), found.pop("page_size")
         window = json.loads(metadata.get("window", "null"))
         if page_size == PAGE_SIZE:
-            lengths, table = _table(tensors)
-            pools = _pools(tensors, len({page for pages in table for page in pages}), **found)
+            lengths, table = _table(tensors, window)
+            pools = _pools(tensors, 1 + max((page for pages in table for page in pages), default=-1), **found)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
@@ -141,7 +142,7 @@ def unpack(
     return cache
 
 
-def _table(tensors: dict[str, torch.Tensor]) -> tuple[list[int], list[list[int]]]:
+def _table(tensors: dict[str, torch.Tensor], window: int | None) -> tuple[list[int], list[list[int]]]:
     """The length and the pages of each sequence of a file. Raises ValueError if they do not agree: kernels would read other pages."""
     lengths, table = tensors["lengths"], tensors["page_table"]
     check_tensor(lengths, "lengths", (max(1, len(table)),), torch.int32, CPU)
@@ -150,7 +151,11 @@ def _table(tensors: dict[str, torch.Tensor]) -> tuple[list[int], list[list[int]]
     if min(counts) < 0 or num_pages_of(max(counts)) > table.shape[1]:
         raise ValueError(f"lengths must be 0 to {PAGE_SIZE * table.shape[1]}; got {counts}")
     pages = [row[: num_pages_of(length)] for row, length in zip(table.tolist(), counts, strict=True)]
-    named = {page for row in pages for page in row}
+    for row, length in zip(pages, counts, strict=True):
+        left = row.count(-1)
+        if left > first_column(length, window) or any(page >= 0 for page in row[:left]):
+            raise ValueError(f"page_table must have the pages of the last {window} of {length} tokens; got {row}")
+    named = {page for row in pages for page in row if page >= 0}
     if named != set(range(len(named))):
         raise ValueError(f"page_table must name the pages 0 to {len(named) - 1}; got {sorted(named)}")
     return counts, pages
@@ -192,14 +197,16 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         UsageError: the file does not exist, is damaged, or has other contents.
     """
     if not Path(path).is_file():
-        raise UsageError(f"no such file: {path}; write it with cache.save(path)")
+        raise UsageError(f"{'a folder' if Path(path).is_dir() else 'no such file'}: {path}; write the file with cache.save(path)")
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
     if metadata.get("format") not in (FORMAT, WINDOWED):
-        raise UsageError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
+        raise UsageError(
+            f"{path} does not hold sequences of a cache ({FORMAT}, {WINDOWED}); its format is {metadata.get('format')!r}; {AGAIN}"
+        )
     if metadata.get("checksum") != checksum(tensors):
         raise UsageError(f"{path} is incomplete or not as written (its bytes have another checksum); {AGAIN}")
     return tensors, metadata

@@ -92,7 +92,7 @@ def warmup(
         from .transformers.config import has_sinks, has_softcap, layers_of
 
         specs = [spec for spec in layers_of(config) if spec.in_pages]
-        windowed = {(spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs if spec.is_ring}
+        windowed = {(spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs if spec.is_windowed}
         shapes = dict.fromkeys((spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
         attention = [*attention, *(("softcap",) if has_softcap(config) else ()), *(("sinks",) if has_sinks(config) else ())]
     else:

@@ -36,7 +36,7 @@ def test_layers_that_share_k_and_v_compute_the_last_queries(skipped, keep):
 
             with using(model, "eager"):
                 exact = last(DynamicCache(config=model.config))
-            for length in (None, LENGTH + 9):
+            for length in (None, LENGTH + 9)[: 1 if skipped == (1,) else 2]:  # static windows are in 16 bits, too
                 close(last(FP8Cache(model, max_cache_len=length, skip_layers=skipped)), exact, 0.02)
 
 

@@ -102,7 +102,7 @@ def _attend_pages(
     if dropout:
         raise ValueError(f"{_in_fp8(module)}, which supports no dropout, and dropout is {dropout}; call model.eval()")
     _check_keywords(module, keywords)
-    start, window = None, None if key.seen is None else key.seen.window
+    start, window = None, key.window
     if keywords.get("sliding_window") not in (None, window):
         raise ValueError(
             f"{_in_fp8(module)} and is called with sliding_window={keywords['sliding_window']}, and by the model's config its window is "

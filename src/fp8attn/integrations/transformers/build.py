@@ -86,7 +86,7 @@ def make_layers(
     layers: list[Any] = []
     groups: dict[tuple[tuple[int, int, int | None], torch.device], FP8Layers] = {}
     for index, (spec, device) in enumerate(zip(specs, layer_devices(model, len(specs)), strict=True)):
-        if not spec.in_pages or skipped(index):
+        if not (spec.in_pages if max_cache_len is None else spec.is_full) or skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if spec.head_dim not in HEAD_DIMS:
@@ -98,23 +98,25 @@ def make_layers(
         if key not in groups:
             groups[key] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, count_overflows, backend, *key)
         group = groups[key]
-        own = None if scales is None or spec.is_ring else scales.layer(index)
-        if spec.is_ring:
+        own = None if scales is None or spec.is_windowed else scales.layer(index)
+        if spec.is_windowed:
             layers.append(FP8SlidingLayer(index, group, scales=None, rotate_keys=rotate_keys))
         elif spec.kind == "hybrid":
             states = spec.options.get("number_of_states", 1)
             layers.append(FP8HybridLayer(index, group, scales=own, rotate_keys=rotate_keys, number_of_states=states))
         else:
             layers.append(FP8Layer(index, group, scales=own, rotate_keys=rotate_keys))
+    if not groups and max_cache_len is not None and not any(spec.is_full for spec in specs):
+        raise UsageError(
+            f"every layer of {config.model_type!r} has a sliding window, and a static cache (max_cache_len={max_cache_len}) keeps windows "
+            "in 16 bits. Use FP8Cache(model) without max_cache_len, or transformers' own StaticCache(config=model.config, "
+            "max_cache_len=...)"
+        )
     if not groups:
         raise UsageError(
             "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long windows. "
             "Use transformers' own cache "
             "(DynamicCache(config=model.config))"
-        )
-    for group in groups.values():
-        group.beside_plain = max_cache_len is not None and any(
-            getattr(x, "is_sliding", False) for x in layers if not isinstance(x, FP8Layer)
         )
     return layers, list(groups.values()), specs
 

@@ -30,7 +30,7 @@ from .build import make_layers, transformers_model
 from .config import decoder_config
 from .decoder import check_layers
 from .kept import make_normal
-from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer, FP8SlidingLayer
+from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer
 from .tensors import ATTN_IMPLEMENTATION
 from .weights import Weights
 
@@ -47,9 +47,10 @@ class FP8Cache(Cache):
     keys are not rotated in layers where the rotation would spread a large error over all channels: where K has an offset that no static
     mean removes, and where large channels of K meet small channels of Q.
 
-    A layer with a sliding window has pages for its window, which are used again (`cache.ring`). Below 384 tokens these pages would not be
-    smaller than the window in 16 bits. Such layers are transformers' own, and so are chunked layers and the states of linear layers. The
-    masks of these layers and those pages grow with the prompt: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
+    A layer with a sliding window gives back the pages that no later query sees, before the next forward. Windows of fewer than 384 tokens
+    would not be smaller in pages than in 16 bits. Such layers are transformers' own, and so are all windows of the static form, chunked
+    layers, and the states of linear layers. During a forward, windows have the pages of all its tokens, and masks of 16-bit layers grow
+    with it: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
 
     The pages of a layer are on the device of its weights. So a model can be divided among several GPUs (`device_map="auto"`).
 
@@ -256,9 +257,6 @@ class FP8Cache(Cache):
                 f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
                 "prompt, which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
             )
-        if isinstance(self.layers[layer_idx], FP8SlidingLayer):  # those of a 16-bit layer, because it is of this form; pages need none
-            plain = (i for i, layer in enumerate(self.layers) if not isinstance(layer, FP8Layer) and getattr(layer, "is_sliding", False))
-            layer_idx = next(plain, layer_idx)
         return super().get_mask_sizes(query_length, layer_idx)
 
     # What the layers hold

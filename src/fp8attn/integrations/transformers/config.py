@@ -9,7 +9,6 @@ from typing import Any
 from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from ...cache.ring import SHORTEST_WINDOW
 from ...errors import UsageError
 from ...formats.page_layout import HEAD_DIMS
 
@@ -32,6 +31,8 @@ REFUSED = {
     "inkling2_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
     "inkling2_loop_text": "adds a bias of positions to its attention scores, which fp8_kv does not support",
 }
+# Tokens of a window from which on a growing cache has it in pages, which are then smaller than the window in 16 bits.
+SHORTEST_WINDOW = 384
 _USE_DYNAMIC = "Use transformers' own cache (DynamicCache(config=model.config))"
 
 
@@ -59,14 +60,14 @@ class LayerSpec:
         return self.kind in FULL_LAYER_TYPES
 
     @property
-    def is_ring(self) -> bool:
-        """Whether `FP8Cache` has 8-bit pages of its window."""
+    def is_windowed(self) -> bool:
+        """Whether a growing `FP8Cache` has 8-bit pages of its window."""
         return self.kind == "sliding_attention" and (self.window or 0) >= SHORTEST_WINDOW and self.head_dim in HEAD_DIMS
 
     @property
     def in_pages(self) -> bool:
         """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless its `skip_layers` or its biases keep it in 16 bits."""
-        return self.is_full or self.is_ring
+        return self.is_full or self.is_windowed
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -82,6 +82,12 @@ def load(
         )
     except (KeyError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
+    windowed = storage.WINDOWED in metadata.values()
+    if max_cache_len != saved_len and (windowed or any(name.startswith("layers.") for name in tensors)):
+        raise UsageError(
+            f"{path} has {'windows' if windowed else '16-bit layers'} of a cache with max_cache_len={saved_len}, which cannot become those "
+            "of another: load it with this max_cache_len"
+        )
     cache = build(fp8_layers, key_dtype)
     given = cache.identity, list(cache.fp8_layers)
     if given != (saved, fp8_layers):
@@ -91,11 +97,6 @@ def load(
         )
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
-    if max_cache_len != saved_len and any(name.startswith("layers.") for name in tensors):
-        raise UsageError(
-            f"{path} has 16-bit layers of a cache with max_cache_len={saved_len}, which cannot become those of another: "
-            "load it with this max_cache_len"
-        )
     for group, of_group in _unpacked(cache.groups, tensors, metadata, path):
         on = devices[group.layers[0].index]
         group.paged = storage.unpack(PagedKVCache, *of_group, path, max_seqlen=max_cache_len, device=on, backend=backend)

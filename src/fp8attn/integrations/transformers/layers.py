@@ -12,14 +12,14 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...cache import PagedKVCache
 from ...cache.ahead import Attention
-from ...cache.ring import RingTable
+from ...cache.page_table import MOST_SEQUENCES
 from ...dense.sdpa import autocast
 from ...formats.codec import KeyDtype
 from ...formats.page_layout import HEAD_DIMS
 from ...params import BackendName, options_of
 from ...scales import LayerScales
 from .config import has_sinks, has_softcap, layers_of
-from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Seen, dequantize, tokens_of
+from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 UNCOMPILED = (
     "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For a larger batch whose "
@@ -39,6 +39,7 @@ class FP8Layers:
         window: the sliding window of the layers; None: they see all tokens.
         layers: the layers, in the order of their numbers in `paged`.
         paged: their pages; None before the first K and V.
+        recording: whether all tokens since the last `crop` can be dropped (`PageTable.recording`).
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class FP8Layers:
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
-        self.beside_plain = False  # whether a static window is in 16 bits, too: masks have the size of its K and V
         self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
         self.recording = False
 
@@ -99,8 +99,7 @@ class FP8Layers:
             device=key_states.device,
             backend=self.backend,
         )
-        if isinstance(self.paged.table, RingTable):
-            self.paged.table.record(self.recording)
+        self.paged.table.recording = self.recording
         if self.paged.overflow_counts is not None:
             self.paged.overflow_counts.layers = [layer.index for layer in self.layers]
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
@@ -139,7 +138,7 @@ class FP8Layers:
                 f"{paged.head_dim}. Use a new FP8Cache for another model; keep layers of another shape in 16 bits "
                 f"(FP8Cache(model, skip_layers=[{index}, ...]))"
             )
-        if self.max_cache_len is not None or (paged.num_pages if self.window is None else any(paged.lengths)):
+        if self.max_cache_len is not None or paged.num_pages:
             raise ValueError(
                 f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a new FP8Cache for "
                 "another batch"
@@ -153,7 +152,6 @@ class FP8Layers:
         """Drop all tokens. The growing form also frees its pages. The static form keeps its tensors."""
         if self.paged is not None:
             self.paged.reset()
-            self.record(self.recording)
 
     def crop(self, kept: int) -> None:
         """Drop all tokens after the first `kept` of every sequence, and those that only some layers hold."""
@@ -162,14 +160,15 @@ class FP8Layers:
 
     def check_crop(self, kept: int) -> None:
         """Raise RuntimeError if the window before the token `kept` is lost."""
-        if self.paged is not None and isinstance(self.paged.table, RingTable):
-            self.paged.table.check_held([kept] * self.paged.num_seqs)
+        if self.paged is not None:
+            for seq in range(self.paged.num_seqs):
+                self.paged.table.check_held(seq, kept)
 
     def record(self, recording: bool) -> None:
         """Keep every token from now on until the next `crop`, or no longer do so."""
         self.recording = recording
-        if self.paged is not None and isinstance(self.paged.table, RingTable):
-            self.paged.table.record(recording)
+        if self.paged is not None:
+            self.paged.table.recording = recording
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of them writes."""
@@ -178,6 +177,8 @@ class FP8Layers:
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         if self.paged is not None:
+            if repeats * self.paged.num_seqs > MOST_SEQUENCES:
+                raise ValueError(f"a cache has at most {MOST_SEQUENCES:,} sequences; got {self.paged.num_seqs} to repeat {repeats:,} times")
             self._select([i for i in range(self.paged.num_seqs) for _ in range(repeats)], "batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -245,8 +246,8 @@ class FP8Layer(CacheLayerMixin):
         Args:
             key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
         Returns:
-            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens (and
-            left of the windows) are zero. In the growing form, a layer with a window returns those of its queries' windows. They are
+            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens are
+            zero. A layer with a window returns those of its queries' windows, as transformers' growing layers do. They are
             `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain dequantized tensors.
         Raises:
             RuntimeError: an input requires a gradient.
@@ -263,19 +264,15 @@ class FP8Layer(CacheLayerMixin):
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
-        if shared.window is not None and torch.compiler.is_compiling():
-            pages = paged.append_pages(self.slot, tokens_of(key_states), tokens_of(value_states))
-        else:
-            paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
-            pages = paged.appended(self.slot)
+        paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
+        pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.unused = False
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
-        seen = None if shared.window is None else Seen(shared.window, key_states.shape[2], paged.max_seqlen is None)
-        length = shared.length if seen is None or not seen.last else min(shared.length, seen.tokens)
+        length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
         if shared.implementation == ATTN_IMPLEMENTATION:
-            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, shared.batch_invariant, seen
+            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, shared.batch_invariant, shared.window
             return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
@@ -284,10 +281,8 @@ class FP8Layer(CacheLayerMixin):
                 f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
                 stacklevel=2,
             )
-        if seen is not None and shared.beside_plain:
-            length, seen = self._as_plain(paged.lengths[0], seen)
-        dtype = key_states.dtype
-        return dequantize(pages, "k", length, dtype, seen), dequantize(pages, "v", length, dtype, seen)
+        k, v = (dequantize(pages, which, length, key_states.dtype, shared.window is not None) for which in "kv")
+        return k, v
 
     # Sizes, for transformers
 
@@ -295,7 +290,9 @@ class FP8Layer(CacheLayerMixin):
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
         if self.shared.max_cache_len is not None:
             return self.shared.max_cache_len, 0
-        return (0 if self.shared.paged is None else self.shared.paged.lengths[0]) + query_length, 0
+        held, window = 0 if self.shared.paged is None else self.shared.paged.lengths[0], self.shared.window
+        first = 0 if window is None else max(0, held - window + 1)
+        return held + query_length - first, first
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
@@ -331,11 +328,10 @@ class FP8Layer(CacheLayerMixin):
 
 
 class FP8SlidingLayer(FP8Layer):
-    """A layer with a sliding window, whose pages are used again (`cache.ring`).
+    """A layer with a sliding window, whose pages are given back when no later query sees them (`PageTable.reserve`).
 
-    `generate` may crop the tokens of its last forward, up to 64 of them (`cache.ring.STEP`; 130 if the window is a multiple of 128).
-    transformers drafts 20 tokens by default, and as many as it is told to. After `activate_past_recording`, which assisted decoding calls,
-    the growing form keeps all tokens until the next crop, as transformers' own layers do.
+    The tokens of the last forward can be cropped, and 64 more (`page_table.SLACK`). After `activate_past_recording`, which assisted
+    decoding calls, all tokens since the last crop can, as in transformers' own layers.
     """
 
     is_sliding = True
@@ -353,26 +349,11 @@ class FP8SlidingLayer(FP8Layer):
 
     @record_past.setter
     def record_past(self, recording: bool) -> None:
-        if recording != self.shared.recording:
-            self.shared.record(recording)
+        self.shared.record(recording)
 
     def activate_past_recording(self) -> None:
         """Keep every token until the next crop."""
         self.record_past = True
-
-    def _as_plain(self, held: int, seen: Seen) -> tuple[int, Seen]:
-        """How many tokens transformers' `StaticSlidingWindowLayer` returns after an update, and that they are the last ones, of `held`."""
-        window = min(self.sliding_window, self.get_max_length())
-        length = window - 1 + seen.queries if held - seen.queries >= window else max(held, window)
-        return length, seen._replace(last=True)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
-        length, _ = super().get_mask_sizes(query_length)
-        if self.shared.max_cache_len is not None:
-            return length, 0
-        first = max(0, length - query_length - self.sliding_window + 1)
-        return length - first, first
 
 
 class FP8HybridLayer(FP8Layer, LinearAttentionLayer):

@@ -7,7 +7,7 @@ is causal, with padding on the left at most, is one of two:
 - `CompactMask`: the first and the last token that each sequence's queries may see, and the window.
 
 FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Masks of windows that no FP8 layer has
-(`ring.SHORTEST_WINDOW`), and of chunks, are what `sdpa` gets. Any other mask is what `sdpa` would get, and FP8
+(`config.SHORTEST_WINDOW`), and of chunks, are what `sdpa` gets. Any other mask is what `sdpa` would get, and FP8
 layers refuse it.
 """
 
@@ -27,7 +27,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from ...cache.ring import SHORTEST_WINDOW
+from .config import SHORTEST_WINDOW
 
 QUERY_BLOCK = 1024  # queries whose mask or scores are expanded at a time
 _aten = torch.ops.aten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -23,26 +23,7 @@ _TENSORS = {
 }  # fmt: skip
 
 
-class Seen(NamedTuple):
-    """The tokens of a layer with a sliding window that the queries of a forward see.
-
-    Attributes:
-        window: tokens that a query sees.
-        queries: queries of each sequence.
-        last: whether K and V begin with the first of these tokens, as in transformers' growing caches; otherwise with token 0.
-    """
-
-    window: int
-    queries: int
-    last: bool
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that are seen, at the end of each sequence."""
-        return self.window - 1 + self.queries
-
-
-def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, seen: Seen | None = None) -> torch.Tensor:
+def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, last: bool = False) -> torch.Tensor:
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
@@ -50,15 +31,14 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, seen
         which: `"k"` or `"v"`.
         length: number of tokens to return.
         dtype: the dtype of the result. The arithmetic is FP32.
-        seen: what is seen of a layer with a window; None: the layer has none.
+        last: return the last tokens, of layers with a window, whose first pages were given back. False: the first ones.
     Returns:
-        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens` and for tokens that are
-        not seen.
+        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
     lengths = pages.cache_seqlens[:, None].long()
     first = torch.zeros_like(lengths)  # the first token of the result
-    if seen is not None and seen.last:
+    if last:
         first = (lengths - length).clamp_min(0)
         columns = first // PAGE_SIZE + lengths.new_ones(-(-length // PAGE_SIZE) + 1).cumsum(0) - 1
         ids = pages.page_table.long().gather(1, columns.clamp_max(pages.page_table.shape[1] - 1))
@@ -73,17 +53,14 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, seen
     x = x * scale[ids][..., None, None]
     x = x.transpose(1, 2).flatten(2, 3)
     token = first + lengths.new_ones(length).cumsum(0) - 1
-    if seen is not None and seen.last:
+    if last:
         x = x.gather(2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
     x = x[:, :, :length]
     x = x if mean is None else x + mean[:, None]
     x = rotate_back(x) if which == "k" and pages.format.rotate else x
     x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
-    held = token < lengths
-    if seen is not None:  # pages left of the windows have other tokens, or none
-        held = held & (token >= lengths - seen.tokens)
-    return torch.where(held[:, None, :, None], x, 0.0).to(dtype)
+    return torch.where((token < lengths)[:, None, :, None], x, 0.0).to(dtype)
 
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:
@@ -103,16 +80,16 @@ class PagedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        batch_invariant: bool = False, seen: Seen | None = None,
+        batch_invariant: bool = False, window: int | None = None,
     ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
         self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        batch_invariant: bool = False, seen: Seen | None = None,
+        batch_invariant: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
-        self.pages, self.seen = pages, seen
+        self.pages, self.window = pages, window
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
@@ -120,7 +97,7 @@ class PagedTensor(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
-        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.seen)
+        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.window is not None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
@@ -128,7 +105,7 @@ class PagedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         return names, (
-            self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.seen
+            self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.window
         )  # fmt: skip
 
     @classmethod
