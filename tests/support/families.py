@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import SHORTEST_WINDOW, layers_of, unsupported_reason
 from fp8attn.numerics import relative_error
+from tests.support.multimodal_models import FAMILIES as MULTIMODAL
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 VOCABULARY = 97
@@ -168,12 +169,22 @@ def page(untried: dict[str, str]) -> str:
         "have another head_dim or other layers.", "",
         "## Served", "", "By the layers that stay in 16 bits:", "",
         *(f"- **{kinds}**: {', '.join(names)}." for kinds, names in sorted(served.items(), key=lambda item: -len(item[1]))), "",
+        "## Vision-language models", "",
+        "`FP8Cache(model)` of a vision-language model has the layers of its text model, and reads RoPE and biases there.",
+        "The vision model stays as it is. Tests compare logits of small random models, with biases in K, with those on transformers' own",
+        "cache: of text, and of images where positions have several parts.", "",
+        "| tested | text model |", "|---|---|",
+        *(f"| {name} | {_text_model(name)} |" for name in MULTIMODAL), "",
         "## Refused", "", "| because | families |", "|---|---|",
         *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items(), key=lambda item: -len(item[1]))), "",
         "## Not tried", "", "| the test makes no small model, because | families |", "|---|---|",
         *(f"| {reason} | {name} |" for name, reason in sorted(untried.items())), "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def _text_model(family: str) -> str:
+    return CONFIG_MAPPING[family]().get_text_config(decoder=True).model_type
 
 
 def _in_short(reason: str) -> str:

@@ -1,10 +1,11 @@
 """Static means from a model's weights, without data: what the biases of its projections add to every K and V.
 
 V's mean is its bias. RoPE rotates K's bias, to `R(t) b` at position t; the best constant to subtract is its mean over positions. That mean
-is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. What remains makes the step of
-INT8 keys larger (`k_step`). A mean is used if it is several deviations. There are no data to take deviations from. They are computed from
-the weights: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a
-root mean square of g. K's deviation is the root mean square of the pair of channels that RoPE rotates together.
+is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. (The position of an image's token
+has several parts, one for each pair. Each part is a position of the context, too.) What remains makes the step of INT8 keys larger
+(`k_step`). A mean is used if it is several deviations. There are no data to take deviations from. They are computed from the weights:
+`sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean
+square of g. K's deviation is the root mean square of the pair of channels that RoPE rotates together.
 
 Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused: queries, keys, values (`qkv_proj`, GPT-2's `c_attn`), or these three of
 each head after another (GPT-NeoX's `query_key_value`). Other fused forms are not read, because nothing says how they are divided. Weights
@@ -23,10 +24,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ...errors import UsageError
 from ...scales import SEVERAL
 from .config import decoder_config, heads_of
+from .decoder import decoder_modules
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
@@ -75,7 +79,7 @@ _READ: WeakKeyDictionary[nn.Module, tuple[tuple[int, torch.device], torch.Tensor
 
 @torch.no_grad()
 def layer_biases(
-    model: nn.Module, context: int | None = None, k_means: Mapping[int, torch.Tensor] | None = None
+    model: PreTrainedModel, context: int | None = None, k_means: Mapping[int, torch.Tensor] | None = None
 ) -> dict[int, LayerBiases]:  # fmt: skip
     """The effect of biases, by layer index. Layers on which biases have none are absent.
 
@@ -108,7 +112,7 @@ def _bias_values(attentions: list[Read]) -> torch.Tensor | None:
 
 
 def _read_biases(
-    model: nn.Module, attentions: list[Read], context: int, k_means: Mapping[int, torch.Tensor]
+    model: PreTrainedModel, attentions: list[Read], context: int, k_means: Mapping[int, torch.Tensor]
 ) -> dict[int, LayerBiases]:  # fmt: skip
     """`layer_biases`, from the weights."""
     rotary, found = None, {}
@@ -128,7 +132,7 @@ def _read_biases(
 
 
 @torch.no_grad()
-def spread_layers(model: nn.Module) -> set[int]:
+def spread_layers(model: PreTrainedModel) -> set[int]:
     """The indices of layers whose E4M3 keys the rotation would make worse, because large channels of K meet small channels of Q.
 
     E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, computed from the weights. The variance of a score's
@@ -145,9 +149,9 @@ def spread_layers(model: nn.Module) -> set[int]:
     return found
 
 
-def _attentions(model: nn.Module) -> Iterator[Read]:
+def _attentions(model: PreTrainedModel) -> Iterator[Read]:
     """The decoder's attention modules."""
-    for name, module in model.named_modules():
+    for name, module in decoder_modules(model):
         if not isinstance(vars(module).get("layer_idx"), int):  # as an attribute, it would take a microsecond of each module without it
             continue
         if (hasattr(module, "k_proj") and hasattr(module, "v_proj")) or _fused(module):
@@ -156,12 +160,12 @@ def _attentions(model: nn.Module) -> Iterator[Read]:
             yield attention.layer_idx, attention, getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
 
 
-def _unknown(model: nn.Module) -> set[int]:
+def _unknown(model: PreTrainedModel) -> set[int]:
     """The layers with an attention module of another form that has biases."""
-    modules: list[Attention] = list(model.modules())
+    modules: list[tuple[str, Attention]] = list(decoder_modules(model))
     return {
         module.layer_idx
-        for module in modules
+        for _, module in modules
         if isinstance(vars(module).get("layer_idx"), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
     }
 
@@ -170,9 +174,25 @@ def _has_bias(module: nn.Module) -> bool:
     return any(isinstance(getattr(each, "bias", None), torch.Tensor) for each in module.modules())
 
 
-def _rotary(model: nn.Module) -> nn.Module | None:
-    """The module that computes RoPE's angles."""
-    return next((m for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))), None)
+def _rotary(model: PreTrainedModel) -> nn.Module | None:
+    """The module that computes RoPE's angles for the decoder. Several modules may do so, if their frequencies are the same.
+
+    Raises:
+        UsageError: several modules have different frequencies.
+    """
+    angles: dict[str, dict[str, torch.Tensor]] = {}
+    for name, module in decoder_modules(model):
+        if frequencies := {part: x for part, x in module.named_buffers(recurse=False) if part.endswith("inv_freq")}:
+            angles[name] = frequencies
+    if not angles:
+        return None
+    first, *others = angles.values()
+    if not all(x.keys() == first.keys() and all(map(torch.equal, x.values(), first.values())) for x in others):
+        raise UsageError(
+            f"{', '.join(angles)} of {type(model).__name__} compute RoPE with different frequencies, so it is not known how it rotates the "
+            "biases of K. Use transformers' own cache (DynamicCache(config=model.config))"
+        )
+    return model.get_submodule(next(iter(angles)))
 
 
 def _fused(attention: Attention) -> str | None:

@@ -6,13 +6,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .decoder import decoder_modules
+
 
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
     """The device on which each layer of the decoder attends: that of its weights, or that to which accelerate moves offloaded ones."""
     devices = [model.device] * num_layers
     if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) < 2:
         return devices
-    for module in model.modules():
+    for _, module in decoder_modules(model):
         index = vars(module).get("layer_idx")
         if isinstance(index, int) and index < num_layers and getattr(module, "is_causal", True):
             devices[index] = _device_of(module) or devices[index]

@@ -1,0 +1,47 @@
+"""The decoder in a transformers model: its modules, without those of vision and audio models beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...errors import UsageError
+from ...scales import ranges
+from .config import EMPTY_LAYER_TYPES, decoder_config, layers_of
+
+
+def decoder_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model's decoder, by name: those whose nearest transformers model has the decoder's config."""
+    config = decoder_config(model.config)
+
+    def walk(name: str, module: nn.Module, inside: bool) -> Iterator[tuple[str, nn.Module]]:
+        inside = module.config is config if isinstance(module, PreTrainedModel) else inside
+        if inside:
+            yield name, module
+        for child, part in module.named_children():
+            yield from walk(f"{name}.{child}".removeprefix("."), part, inside)
+
+    return walk("", model, False)
+
+
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise UsageError if no module has the decoder's config, or if layers of it were removed or added."""
+    config, kinds = decoder_config(model.config), [spec.kind for spec in layers_of(model.config)]
+    modules, name = dict(decoder_modules(model)), type(model).__name__
+    if not modules:
+        raise UsageError(
+            f"no module of {name} has the config of its text model ({config.model_type!r}), so its layers cannot be found. Give both the "
+            "same config, or pass the text model: FP8Cache(model.language_model)"
+        )
+    numbers = {vars(module).get("layer_idx") for each, module in modules.items() if not {"mtp", "nextn"} & {*each.split(".")}}
+    found = {i for i in numbers if isinstance(i, int) and i >= 0}
+    needed = {i for i, kind in enumerate(kinds) if kind not in EMPTY_LAYER_TYPES}
+    if hasattr(config, "num_layers_per_stack") or not found:  # layers that run in loops have several numbers in a cache
+        return
+    if not needed <= found or max(found) >= max(len(kinds), config.num_hidden_layers):
+        raise UsageError(
+            f"{name} has the layers {ranges(found)}, and its config has {len(kinds)}: layers were removed or added. Set the config's "
+            "num_hidden_layers (and layer_types) to those of the model, and layer_idx of their attention to 0, 1, 2, ..."
+        )
