@@ -1,14 +1,14 @@
 """Times of writes to the cache: a decode step's append, a prompt's append, and `fp8attn.from_dense`, beside a kernel that only reads and
 writes.
 
-`fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them. `-rope` applies RoPE too,
+`fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them.
 `-counted` counts overflows too (`fp8attn.overflow`).
 
 8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked before it is timed: an
-append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V,
-and the tables of cos and sin that an append reads. `ceiling` reads and writes as many bytes: it converts BF16 to E4M3, element by element.
+append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V.
+`ceiling` reads and writes as many bytes: it converts BF16 to E4M3, element by element.
 
-A step is all of a decode step's append, with RoPE and 32 query heads: `ms` is what it adds to a graph in which kernels read as much as
+A step is all of a decode step's append: `ms` is what it adds to a graph in which kernels read as much as
 attention does (`measure.between_reads`). Alone after a flush, which leaves the cache full of dirty lines, it takes longer.
 """
 
@@ -26,19 +26,16 @@ import triton.language as tl
 
 import fp8attn
 from fp8attn import KVPages, params, reference
-from fp8attn.dense.rope import apply_rope
 from fp8attn.formats.codec import FP8
 from fp8attn.formats.page_layout import PAGE_SIZE
-from fp8attn.formats.rope import Rope
 from fp8attn.kernels import append
 from fp8attn.kernels.launch import launch, make_constants
 from fp8attn.numerics import relative_error
 
 from .measure import between_reads, graph_of, interleaved
 from .problem import DEVICE, KEYS, randn
-from .sdpa import tables
 
-HEADS, DIM, GROUP = 8, 128, 4
+HEADS, DIM = 8, 128
 STEPS = 1024  # that a sequence has pages for
 BLOCK = 4096  # elements of one program of the ceiling
 FP8_ERROR = 0.03  # 2.6% is E4M3's, and INT8's is less
@@ -64,7 +61,6 @@ class Append:
     batch: int
     new: int  # tokens of each sequence
     held: int = 0  # tokens that are there
-    rope: bool = True
 
     def prepare(self) -> Prepared:
         step, count = self.new == 1, self.batch * self.new
@@ -81,34 +77,31 @@ class Append:
             pages.page_table.copy_(torch.randperm(num_pages, device=DEVICE).view(self.batch, columns))
             append.append(pages, *before, params.Append(None, self.held))
         k, v = (randn(count, HEADS, DIM) for _ in "kv")
-        rope = Rope(*tables(count)) if self.rope else None
-        q = randn(count, GROUP * HEADS, DIM) if step else None
-        q_out = torch.empty_like(q) if step else None
-        how = {impl: params.Append(None, self.new, rope) for impl in caches}
+        how = {impl: params.Append(None, self.new) for impl in caches}
         if step:
             how["fp8attn-counted"] = how["fp8attn"]._replace(overflows=torch.zeros(2, 3, dtype=torch.int64, device=DEVICE))
 
         def check() -> None:
             restart()
             for impl, pages in caches.items():
-                expected, expected_q = copy.deepcopy(pages), torch.zeros_like(q_out) if step else None
+                expected = copy.deepcopy(pages)
                 counts = how[impl].overflows
                 expected_counts = None if counts is None else counts.clone()
-                append.append(pages, k, v, how[impl], q, q_out)
-                reference.append(expected, k, v, how[impl]._replace(overflows=expected_counts), q, expected_q)
-                pairs = (pages.pool, expected.pool), (q_out, expected_q), (counts, expected_counts)
+                append.append(pages, k, v, how[impl])
+                reference.append(expected, k, v, how[impl]._replace(overflows=expected_counts))
+                pairs = (pages.pool, expected.pool), (counts, expected_counts)
                 same = all(a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
                 assert same, f"{self}, {impl}: bytes are not the reference's"
 
         def restart() -> None:
             lengths.fill_(self.held)
 
-        nbytes = count * (2 * HEADS * DIM * 3 + (DIM * 2 if self.rope else 0))
+        nbytes = count * 2 * HEADS * DIM * 3
 
         def write(impl: str) -> None:
             if not step:  # a step has pages for every repetition
                 restart()
-            append.append(caches[impl], k, v, how[impl], q, q_out)
+            append.append(caches[impl], k, v, how[impl])
 
         calls = {impl: partial(write, impl) for impl in caches}
         return Prepared(calls, nbytes, check, restart)
@@ -126,17 +119,11 @@ class Quantize:
         k, v = (randn(1, self.length, self.heads, DIM).transpose(1, 2) for _ in "kv")
         if not self.transposed:
             k, v = k.contiguous(), v.contiguous()
-        cos, sin = tables(self.length)
-        calls = {
-            f"{impl}{suffix}": partial(fp8attn.from_dense, k, v, key_dtype=name, **rope)
-            for impl, name in KEYS.items()
-            for suffix, rope in (("", {}), ("-rope", {"rope_cos": cos, "rope_sin": sin}))
-        }
+        calls = {impl: partial(fp8attn.from_dense, k, v, key_dtype=name) for impl, name in KEYS.items()}
 
         def check() -> None:
-            rotated = apply_rope(k, cos, sin, backend="reference")
-            for impl, call in calls.items():
-                for x, y in zip(call().read(0, self.length), (rotated if impl.endswith("-rope") else k, v), strict=True):
+            for call in calls.values():
+                for x, y in zip(call().read(0, self.length), (k, v), strict=True):
                     assert (error := relative_error(x, y[0].transpose(0, 1))) < FP8_ERROR, f"{self}: {error:.1%} off"
 
         return Prepared(calls, 3 * (k.numel() + v.numel()), check)
@@ -144,8 +131,7 @@ class Quantize:
 
 CASES: dict[str, Append | Quantize] = {
     **{f"step-B{batch}": Append(batch, 1, 1000) for batch in (1, 64, 256)},
-    "prompt-B1-S65536": Append(1, 65536, rope=False), "prompt-rope-B1-S65536": Append(1, 65536),
-    "prompt-B8-S4096": Append(8, 4096, 100, rope=False),
+    "prompt-B1-S65536": Append(1, 65536), "prompt-B8-S4096": Append(8, 4096, 100),
     **{f"quantize-S{length}": Quantize(length) for length in (4096, 16384, 65536, 131072)},
     "quantize-S16384-transposed": Quantize(16384, transposed=True), "gqa-quantize-S16384": Quantize(16384, 8),
 }  # fmt: skip

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, ...]] = {  # "benchmark case", and the implementatio
     ), PREFILL),
     **dict.fromkeys(("decode B1-S8192", "decode B64-S8192", "decode B16-S8192-D256", "decode B16-S8192-q4"), KEYS),
     **dict.fromkeys((
-        "append step-B64", "append prompt-rope-B1-S65536", "append quantize-S16384", "sdpa causal-S1024", "sdpa causal-S4096",
+        "append step-B64", "append prompt-B1-S65536", "append quantize-S16384", "sdpa causal-S1024", "sdpa causal-S4096",
         "sdpa causal-S16384", "sdpa full-S131072",
     ), KEYS[:1]),
 }  # fmt: skip

@@ -34,7 +34,7 @@ def test_what_is_no_tensor(given):
         "value": [lambda: scaled_dot_product_attention(dense, dense, given)],
     }
     if given is not None:
-        calls["rope_cos"] = [lambda: cache.append(0, x, x, rope_cos=given, rope_sin=x)]
+        calls["rope_cos"] = [lambda: fp8attn.rope_scaled_dot_product_attention(dense, dense, dense, given, x)]
         calls["k_mean"] = [lambda: PagedKVCache(2, 64, k_mean=[given])]
     for name, given_calls in calls.items():
         for call in given_calls:

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, attention
-from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
+from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.backends import load
 from fp8attn.formats.codec import CODECS, E4M3, INT8, codec_of
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.ops import run_from_dense
 from fp8attn.params import Append
 from tests.support.kernel_cases import clone
@@ -92,8 +91,6 @@ def test_refusals_say_what_would_do(cache, q, options, message):
         ({"v_mean": torch.zeros(2, 64).half()}, "v_mean must be .* float32 on cpu; got .* float16"),
         ({"key_dtype": "fp8"}, "key_dtype must be one of 'int8', 'e4m3'; got 'fp8'"),
         ({"key_dtype": torch.int8}, "key_dtype must be one of 'int8', 'e4m3'; got torch.int8"),
-        ({"rope_cos": torch.zeros(100, 32)}, "together"),
-        ({"rope_cos": torch.zeros(99, 32), "rope_sin": torch.zeros(99, 32)}, r"must both be \[100, R/2\]"),
         ({"backend": "fastest"}, "unknown backend"),
     ],
 )
@@ -108,7 +105,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             fp8attn.from_dense(x, x, **options)
-    pages = run_from_dense("reference", x, x, KVFormat(64, E4M3, rotate=False), None)
+    pages = run_from_dense("reference", x, x, KVFormat(64, E4M3, rotate=False))
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
@@ -117,16 +114,15 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
 @pytest.mark.parametrize("rotate_keys", [True, False])
 def test_from_dense_is_a_first_append(key_dtype, rotate_keys):
     torch.manual_seed(0)
-    k, v, mean, angle = torch.randn(2, 2, 150, 64), torch.randn(2, 2, 150, 64), torch.randn(2, 64), torch.randn(150, 32)
+    k, v, mean = torch.randn(2, 2, 150, 64), torch.randn(2, 2, 150, 64), torch.randn(2, 64)
     k[0, :, 140] *= 100
-    tables = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
-    pages = fp8attn.from_dense(k, v, **tables, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
+    pages = fp8attn.from_dense(k, v, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     assert (pages.format.k, pages.format.rotate, pages.format.v_mean) == (codec_of(key_dtype), rotate_keys, None)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]] and pages.cache_seqlens.tolist() == [150, 150]
     empty = KVPages.empty(4, 2, 64, 2, 2, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=mean)
     empty.page_table.copy_(pages.page_table)
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    fp8attn.append(empty, *flat, **{name: table.repeat(2, 1) for name, table in tables.items()})
+    fp8attn.append(empty, *flat)
     assert torch.equal(empty.pool, pages.pool)
 
 
@@ -167,8 +163,6 @@ def test_empty_pages_are_of_one_sequence_each():
         (torch.zeros(4, 2, 64), torch.zeros(4, 2, 64).half(), {}, "have one dtype; got .* torch.float32 and .* torch.float16"),
         (torch.zeros(4, 64), None, {}, r"\[T, heads, head_dim\]"),
         (torch.zeros(4, 64, 2).mT, None, {}, "last dimension contiguous"),
-        (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(4, 32)}, "together"),
-        (torch.zeros(4, 2, 64), None, {"rope_cos": torch.zeros(3, 32), "rope_sin": torch.zeros(3, 32)}, r"T = 4"),
         (torch.zeros(4, 2, 64), None, {"cu_seqlens": torch.zeros(2).int(), "max_seqlen": 1}, r"cu_seqlens must be \(3,\) int32"),
         (torch.zeros(4, 2, 64, device="meta"), None, {}, "the cache is on cpu and k is on meta"),
         (torch.zeros(4, 2, 64), None, {"backend": "fastest"}, "unknown backend"),
@@ -239,73 +233,19 @@ def test_a_compiled_call_writes_where_it_is_asked_to(cache):
     assert torch.equal(out[1:5], expected) and out[::5].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("q", "tables", "message"),
-    [
-        (torch.zeros(4, 4, 64), False, "without them"),
-        (torch.zeros(3, 4, 64), True, r"must be \[4, num_q_heads, 64\]"),
-        (torch.zeros(4, 4, 32), True, r"must be \[4, num_q_heads, 64\]"),
-        (torch.zeros(4, 64, 4).transpose(1, 2), True, "last dimension contiguous"),
-    ],
-)
-def test_append_refuses_queries_that_it_cannot_turn(cache, q, tables, message):
-    k, angle = torch.zeros(4, 2, 64), torch.zeros(4, 32)
-    with pytest.raises(ValueError, match=message):
-        fp8attn.append(cache.pages(0), k, k, q=q, rope_cos=angle if tables else None, rope_sin=angle if tables else None)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_append_turns_queries_as_it_turns_keys(cache, interleaved):
-    cache.reserve(40)
-    k, q, angle = torch.randn(4, 2, 64), torch.randn(4, 4, 64).bfloat16(), torch.randn(4, 16)
-    options = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
-    turned = fp8attn.append(cache.pages(0), k, k, q=q, **options)
-    assert turned.dtype == q.dtype
-    assert torch.equal(turned, apply_rope(q, Rope(angle.cos(), angle.sin(), interleaved)).bfloat16())
-    assert cache.pages(0).cache_seqlens.tolist() == [12, 12]
-    assert fp8attn.append(cache.pages(0), k, k, **options) is None
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_attention_turns_queries_first(cache, interleaved):
-    q, angle = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 16)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved}
-    turned = apply_rope(q, Rope(angle.cos(), angle.sin(), interleaved)).bfloat16()
-    expected = attention(turned, cache.pages(0))
-    assert not torch.equal(attention(q, cache.pages(0)), expected)
-    assert torch.equal(attention(q, cache.pages(0), **rope), expected)
-    ragged = {"cu_seqlens_q": torch.tensor([0, 1, 6], dtype=torch.int32), "max_seqlen_q": 5}
-    assert torch.equal(attention(q, cache.pages(0), **ragged, **rope), attention(turned, cache.pages(0), **ragged))
-
-
-@pytest.mark.parametrize(
-    ("q", "tables", "message"),
-    [
-        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), None), "rope_cos and rope_sin together, or neither; rope_sin is None"),
-        (torch.zeros(4, 4, 64), (torch.zeros(2, 32),) * 2, r"must both be \[T, R/2\] with T = 4"),
-        (torch.zeros(4, 4, 64), (torch.zeros(4, 32, device="meta"),) * 2, "x is on cpu; move them there"),
-        (torch.zeros(4, 4, 64), (torch.zeros(4, 32), torch.zeros(4, 32, device="meta")), "on cpu and meta"),
-    ],
-)
-def test_attention_refuses_tables_that_do_not_fit(cache, q, tables, message):
-    with pytest.raises(ValueError, match=message):
-        attention(q, cache.pages(0), rope_cos=tables[0], rope_sin=tables[1])
-
-
 def test_ops_pass_torch_opcheck(cache):
     cache.reserve(40)
     k = torch.randn(4, 2, 64)
-    q, angle = torch.randn(4, 4, 64), torch.randn(4, 32)
-    how = Append(None, 2, Rope(angle, angle), overflows=torch.zeros(2, 3).long())
-    options = q, torch.zeros_like(q), *flatten(how), "reference"
+    q = torch.randn(4, 4, 64)
+    options = *Append(None, 2, overflows=torch.zeros(2, 3).long()), "reference"
     torch.library.opcheck(torch.ops.fp8attn.append, (k, k.clone(), *flatten_pages(cache.pages(0)), *options))
     for return_lse in (False, True):
-        params = AttentionParams(None, 2, True, 0.1, rope=Rope(angle, angle), return_lse=return_lse, exact=True)
-        torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(cache.pages(0)), *flatten(params), "reference"))
-    x, mean, table = torch.randn(2, 2, 130, 64), torch.randn(2, 64), torch.randn(2, 130, 32)
+        params = AttentionParams(None, 2, True, 0.1, return_lse=return_lse, exact=True)
+        torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(cache.pages(0)), *params, "reference"))
+    x, mean = torch.randn(2, 2, 130, 64), torch.randn(2, 64)
     for codec in (INT8, E4M3):
         form = flatten_format(KVFormat(64, codec, stored_k_mean=mean))
-        torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), *form, table, table, False, "reference"))
+        torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), *form, "reference"))
 
 
 def test_ops_change_what_they_say_and_nothing_else(cache):
@@ -390,11 +330,10 @@ def test_a_step_compiles_whole_and_once(cache):
 
 
 def test_the_schema_lists_the_options():
-    """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages, and then those of RoPE."""
+    """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages."""
     names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
-    fields = [name for name in AttentionParams._fields if name != "rope"]
     pages = ["pool", "page_table", "cache_seqlens", "head_dim", "k_codec", "v_codec", "rotate", "stored_k_mean", "v_mean"]
-    assert names == ["q", *pages, *fields, "rope_cos", "rope_sin", "rope_interleaved", "backend"]
+    assert names == ["q", *pages, *AttentionParams._fields, "backend"]
 
 
 def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
@@ -404,17 +343,15 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     monkeypatch.setattr(type(backend), "attention", lambda self, q, pages, params, out=None: (seen.append(params), (q, q[..., 0]))[1])
     given = {
         "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True, "softmax_scale": 0.5, "window": 7,
-        "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "rope_cos": torch.randn(4, 16),
-        "rope_sin": torch.randn(4, 16), "rope_interleaved": True, "return_lse": True, "exact": True,
+        "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "return_lse": True,
+        "exact": True,
     }  # fmt: skip
     q = torch.randn(4, 4, 64)
     attention(q, cache.pages(0), **given)
-    rope = Rope(*(given.pop(f"rope_{name}") for name in Rope._fields))
-    expected = AttentionParams(**given, rope=rope)
-    torch.ops.fp8attn.attention(q, *flatten_pages(cache.pages(0)), *flatten(expected), "reference")
+    expected = AttentionParams(**given)
+    torch.ops.fp8attn.attention(q, *flatten_pages(cache.pages(0)), *expected, "reference")
     assert len(seen) == 2
     for params in seen:
-        assert all(got is value or got == value for got, value in zip(params.rope, rope, strict=True))
         for name, value in given.items():
             assert getattr(params, name) is value or getattr(params, name) == value, name
 

@@ -272,27 +272,6 @@ def test_a_static_mean_takes_an_offset_off():
     torch.testing.assert_close(lse.double(), want_lse, rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_is_fused_into_append(interleaved):
-    torch.manual_seed(0)
-    k, v = torch.randn(200, 2, 64), torch.randn(200, 2, 64)
-    angle = torch.arange(200)[:, None] / 10000 ** (torch.arange(16) / 16)  # half of the channels turn
-    z = torch.view_as_complex(
-        torch.stack([k[..., 0:32:2], k[..., 1:32:2]] if interleaved else [k[..., :16], k[..., 16:32]], -1).contiguous()
-    )
-    turned = torch.view_as_real(z * torch.polar(torch.ones_like(angle), angle)[:, None])
-    want = k.clone()
-    if interleaved:
-        want[..., :32] = turned.flatten(-2)
-    else:
-        want[..., :32] = torch.cat([turned[..., 0], turned[..., 1]], -1)
-    fused, plain = PagedKVCache(2, 64), PagedKVCache(2, 64)
-    fused.append(0, k, v, rope_cos=angle.cos(), rope_sin=angle.sin(), rope_interleaved=interleaved)
-    plain.append(0, want, v)
-    assert torch.equal(fused.read(0, 0)[1], plain.read(0, 0)[1])
-    assert relative_error(fused.read(0, 0)[0], plain.read(0, 0)[0]) < 1e-3  # a last bit of FP32 may tip an FP8 rounding
-
-
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_the_first_page_of_a_window(queries, edge):

@@ -12,6 +12,7 @@ from .dense import (
 )
 from .errors import UsageError
 from .formats.page_layout import PAGE_SIZE
+from .formats.rope import apply_rope
 from .integrations.warmup import warmup
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, from_dense
@@ -41,6 +42,7 @@ __all__ = [
     "PagedKVCache",
     "UsageError",
     "append",
+    "apply_rope",
     "attention",
     "fake_quantize",
     "fallback_reason",

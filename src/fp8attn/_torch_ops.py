@@ -7,7 +7,7 @@ call. The ops do not need these kernels: `ops` refuses gradients, no output is a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -17,7 +17,6 @@ from .contents import at_hand, check_appended, check_attended
 from .formats.codec import codec_of
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
-from .formats.rope import NO_ROPE, Rope, rope_of
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -42,7 +41,6 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     torch.library.register_fake(f"fp8attn::{name}", fake, lib=_LIBRARY)
 
 
-Options = TypeVar("Options", Append, AttentionParams)
 _ARGUMENTS = {
     torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "SymInt", float: "float", bool: "bool",
 }  # fmt: skip
@@ -51,7 +49,7 @@ _ARGUMENTS = {
 _FORMAT = "int head_dim, str k_codec, str v_codec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
 _PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
 _CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
-_FORMAT_SIZE, _PAGES_SIZE = 6, 9  # number of arguments
+_PAGES_SIZE = 9  # number of arguments
 
 
 def flatten_format(form: KVFormat) -> tuple[Any, ...]:
@@ -72,41 +70,27 @@ def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Te
     return KVPages.trusted(pool, page_table, cache_seqlens, _format(*form))
 
 
-def flatten(options: Append | AttentionParams) -> tuple[Any, ...]:
-    """Options as arguments of a torch op: their fields in order, then those of RoPE."""
-    values = [value for name, value in zip(options._fields, options, strict=True) if name != "rope"]
-    return (*values, *(options.rope or NO_ROPE))
-
-
-def _unflatten(kind: type[Options], values: Sequence[Any]) -> Options:
-    """The options whose `flatten` is `values`."""
-    *values, cos, sin, interleaved = values
-    named = dict(zip([name for name in kind._fields if name != "rope"], values, strict=True))
-    return kind(**named, rope=None if cos is None else Rope(cos, sin, interleaved))
-
-
-def _schema(kind: type[Options], changed: Sequence[str] = ()) -> str:
-    """The arguments of `flatten` in a torch op's schema; the op writes to the tensors `changed`."""
+def _schema(kind: type[Append | AttentionParams], changed: Sequence[str] = ()) -> str:
+    """The options as arguments in a torch op's schema, in their order; the op writes to the tensors `changed`."""
     aliases = dict(zip(changed, "wxyz", strict=False))
     arguments: list[str] = []
     for name, hint in get_type_hints(kind).items():
-        if name != "rope":
-            argument = _ARGUMENTS[hint]
-            arguments.append(f"{argument.replace('Tensor', f'Tensor({aliases[name]}!)') if name in aliases else argument} {name}")
-    return ", ".join([*arguments, "Tensor? rope_cos", "Tensor? rope_sin", "bool rope_interleaved"])
+        argument = _ARGUMENTS[hint]
+        arguments.append(f"{argument.replace('Tensor', f'Tensor({aliases[name]}!)') if name in aliases else argument} {name}")
+    return ", ".join(arguments)
 
 
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = _pages(*args[:_PAGES_SIZE])
-    q, q_out, *options, backend = args[_PAGES_SIZE:]
-    how, found = _unflatten(Append, options), find(backend, k.device, k.dtype, k.shape[-1])
+    *options, backend = args[_PAGES_SIZE:]
+    how, found = Append(*options), find(backend, k.device, k.dtype, k.shape[-1])
     if at_hand(k, found.name):
         check_appended(pages, k.shape[0], how)
-    found.append(pages, k, v, how, q, q_out)
+    found.append(pages, k, v, how)
 
 
 register(
-    f"append(Tensor k, Tensor v, {_CHANGED_PAGES}, Tensor? q, Tensor(c!)? q_out, {_schema(Append, ['overflows'])}, str backend) -> ()",
+    f"append(Tensor k, Tensor v, {_CHANGED_PAGES}, {_schema(Append, ['overflows'])}, str backend) -> ()",
     _append,
     lambda *args: None,
 )
@@ -114,7 +98,7 @@ register(
 
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *options, backend = args[_PAGES_SIZE:]
-    params = _unflatten(AttentionParams, options)
+    params = AttentionParams(*options)
     found, pages = find(backend, q.device, q.dtype, q.shape[-1]), _pages(*args[:_PAGES_SIZE])
     if at_hand(q, found.name):
         check_attended(pages, q.shape[0], params)
@@ -123,7 +107,7 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    params = _unflatten(AttentionParams, args[_PAGES_SIZE:-1])
+    params = AttentionParams(*args[_PAGES_SIZE:-1])
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1] if params.return_lse else 0, dtype=torch.float32)
 
 
@@ -135,32 +119,20 @@ register(
 
 
 def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    form, (cos, sin, interleaved, backend) = _format(*args[:_FORMAT_SIZE]), args[_FORMAT_SIZE:]
-    pages = find(backend, k.device, k.dtype, k.shape[-1]).from_dense(k, v, form, rope_of(cos, sin, interleaved))
+    *form, backend = args
+    pages = find(backend, k.device, k.dtype, k.shape[-1]).from_dense(k, v, _format(*form))
     return pages.pool, pages.page_table, pages.cache_seqlens
 
 
 def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = k.shape
     columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, _format(*args[:_FORMAT_SIZE]).layout.nbytes), dtype=torch.uint8)
+    pool = k.new_empty((batch * columns, heads, _format(*args[:-1]).layout.nbytes), dtype=torch.uint8)
     return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 
 register(
-    f"from_dense(Tensor k, Tensor v, {_FORMAT}, Tensor? rope_cos, Tensor? rope_sin, bool rope_interleaved, str backend) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"from_dense(Tensor k, Tensor v, {_FORMAT}, str backend) -> (Tensor, Tensor, Tensor)",
     _from_dense,
     _from_dense_fake,
-)
-
-
-def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, backend: BackendName) -> torch.Tensor:
-    return find(backend, x.device, x.dtype, x.shape[-1]).rope(x, Rope(cos, sin, interleaved))
-
-
-register(
-    "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved, str backend) -> Tensor",
-    _rope,
-    lambda x, *args: torch.empty_like(x),
 )

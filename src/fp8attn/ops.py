@@ -13,7 +13,7 @@ from typing import Literal, Protocol, overload
 
 import torch
 
-from ._torch_ops import flatten, flatten_format, flatten_pages, resolve, unobserved
+from ._torch_ops import flatten_format, flatten_pages, resolve, unobserved
 from .backends import find, load
 from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
@@ -21,7 +21,6 @@ from .derivatives import check_derivatives
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype
 from .formats.kv_format import KVFormat
 from .formats.page_layout import HEAD_DIMS
-from .formats.rope import NO_ROPE, Rope, check_rope, dense_rope, rope_of
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -33,39 +32,31 @@ def append(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    q: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
     static_scales: bool = False,
     advance: bool = True,
     overflows: torch.Tensor | None = None,
     backend: BackendName = "auto",
-) -> torch.Tensor | None:
+) -> None:
     """Quantize new tokens and write them at the end of their sequences.
 
         x_8bit = round((x - mean) / scale)
 
-    K goes through RoPE, then through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The
-    first token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the
-    stored bytes do not depend on how tokens are divided over calls. The page table must name a page for every token:
-    `PagedKVCache.append` allocates these pages and then writes them.
+    K goes through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The first token of a page
+    sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the stored bytes do not
+    depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append` allocates these
+    pages and then writes them.
 
     Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page NaN, or becomes zero
     with `static_scales` (docs/numerics.md, "What is not finite").
 
     Args:
         pages: the cache. Its bytes and lengths change in place.
-        k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence. The last dimension is contiguous.
-        q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to in the same launch. Needs `rope_cos` and
-            `rope_sin`.
+        k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE. The last dimension is contiguous.
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
         max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, a GPU loses tokens.
             Without `cu_seqlens` leave it out.
-        rope_cos, rope_sin: `[T, R / 2]`, tables of RoPE for K and Q (`rope.apply_rope`). None: no RoPE. V has no RoPE.
-        rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them. False: they count the new
             tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
@@ -74,8 +65,6 @@ def append(
             saturate (or, of a NaN in INT8, become zero); how often a page's own scale grew after the page's first token. `OverflowCounts`
             makes and reads them. None: nothing is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
-    Returns:
-        The queries after RoPE, `[T, num_q_heads, head_dim]` in q's dtype; None without `q`.
     Raises:
         TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype or backend does not fit; the message says what would. On a CPU, and of the backend `reference`, also if
@@ -84,25 +73,23 @@ def append(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "append(pages, k, v)")
-    rope = None if rope_cos is None and rope_sin is None else rope_of(rope_cos, rope_sin, rope_interleaved)
-    name = check_append(pages, k, v, q, rope, backend)
-    if not type(rope_interleaved) is type(static_scales) is type(advance) is bool:
-        check_flags(rope_interleaved=rope_interleaved, static_scales=static_scales, advance=advance)
+    name = check_append(pages, k, v, backend)
+    if not type(static_scales) is type(advance) is bool:
+        check_flags(static_scales=static_scales, advance=advance)
     if overflows is not None:
         check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    how = Append(cu_seqlens, max_seqlen, rope, static_scales, advance, overflows)
+    how = Append(cu_seqlens, max_seqlen, static_scales, advance, overflows)
     if unobserved(k) and at_hand(k, name):
         check_appended(pages, k.shape[0], how)
-    return run_append(name, pages, k, v, how, q)
+    run_append(name, pages, k, v, how)
 
 
 @overload
 def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
+    leftpad_k: torch.Tensor | None = ..., return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
     out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor: ...  # fmt: skip
 
@@ -111,8 +98,7 @@ def attention(
 def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
+    leftpad_k: torch.Tensor | None = ..., return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
     out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -121,8 +107,7 @@ def attention(
 def attention(
     q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
     softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ...,
-    rope_interleaved: bool = ..., return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
+    leftpad_k: torch.Tensor | None = ..., return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
     out: torch.Tensor | None = ..., backend: BackendName = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -139,9 +124,6 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
     return_lse: bool = False,
     exact: bool = False,
     batch_invariant: bool = False,
@@ -155,12 +137,12 @@ def attention(
     The queries of a sequence are its last tokens, which were appended before: query `i` of `n` has position `cache_seqlens - n + i`.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last dimension is contiguous.
+        q: `[T, num_q_heads, head_dim]` after RoPE, with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last dimension is
+            contiguous.
         pages: the cache.
         softmax_scale: None: `1 / sqrt(head_dim)`.
         window, softcap: None: no window, no softcap. `window` requires `causal`.
         cu_seqlens_q, max_seqlen_q: give both or neither.
-        rope_cos, rope_sin: leave them out if `append` has applied RoPE to `q`.
         out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address that is no multiple
             of 16 bytes costs a copy. None: a new tensor.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
@@ -201,11 +183,8 @@ def attention(
         and (exact is False or exact is True)
         and (batch_invariant is False or batch_invariant is True)
         and (return_lse is False or return_lse is True)
-        and (rope_interleaved is False or rope_interleaved is True)
     ):
-        check_flags(
-            causal=causal, rope_interleaved=rope_interleaved, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant
-        )  # fmt: skip
+        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
     if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
         raise ValueError(
             f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs causal=True; "
@@ -223,14 +202,11 @@ def attention(
         check_tensor(sinks, "sinks, one logit per query head,", (num_q_heads,), None, q.device)
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
-    rope = None if rope_cos is None and rope_sin is None else rope_of(rope_cos, rope_sin, rope_interleaved)
-    if rope is not None:
-        check_rope(q, rope)
     if out is not None:
         _check_out(out, q)
     scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
     params = AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, rope, return_lse, exact, batch_invariant
+        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse, exact, batch_invariant
     )  # fmt: skip
     if direct:
         # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
@@ -240,7 +216,7 @@ def attention(
             check_attended(pages, q.shape[0], params)
         result, lse = found.attention(q, pages, params, out if fits else None)
     else:
-        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *flatten(params), resolve(backend, q))
+        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, resolve(backend, q))
     if out is not None and result is not out:
         with torch.inference_mode() if direct else nullcontext():
             result = out.copy_(result)
@@ -251,16 +227,13 @@ def from_dense(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
     k_mean: torch.Tensor | None = None,
     v_mean: torch.Tensor | None = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
     backend: BackendName = "auto",
 ) -> KVPages:
-    """Quantize dense K and V into pages, for `attention`.
+    """Quantize dense K (after RoPE) and V into pages, for `attention`.
 
     K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has the pages
     `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
@@ -268,9 +241,7 @@ def from_dense(
     Args:
         k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
             The last dimension is contiguous.
-        rope_cos, rope_sin: `[S, R / 2]` and other forms (`rope.dense_rope`), tables of RoPE for K. None: no RoPE.
-        rope_interleaved: channel pairs are `(0, 1), (2, 3), ...`; otherwise `(0, R/2), (1, R/2 + 1), ...`.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V, subtracted before
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (not rotated) and of V, subtracted before
             quantization. None: zero.
         key_dtype: the format of keys, as `PagedKVCache` takes it.
         rotate_keys: rotate K before quantization (`rotation.rotate`).
@@ -288,43 +259,29 @@ def from_dense(
         )
     for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
         check_mean(mean, name, (k.shape[1], k.shape[3]), k.device)
-    check_flags(rotate_keys=rotate_keys, rope_interleaved=rope_interleaved)
+    check_flags(rotate_keys=rotate_keys)
     if k.dtype == FP8:
         raise ValueError(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
             "fp8attn.scaled_dot_product_attention_quantized"
         )
-    rope = rope_of(rope_cos, rope_sin, rope_interleaved)
-    form = KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean)
-    return run_from_dense(resolve(backend, k), k, v, form, None if rope is None else dense_rope(k, rope))
+    return run_from_dense(resolve(backend, k), k, v, KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean))
 
 
-def run_append(
-    name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None
-) -> torch.Tensor | None:
+def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
     """`append` with checked arguments and the resolved backend `name`."""
-    make = torch.empty if how.max_seqlen else torch.zeros  # a step without tokens writes nothing
-    q_out = None if q is None else make(q.shape, dtype=q.dtype, device=q.device)
     if unobserved(k):
-        load(name).append(pages, k, v, how, q, q_out)
+        load(name).append(pages, k, v, how)
     else:
-        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), q, q_out, *flatten(how), name)
-    return q_out
+        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *how, name)
 
 
-def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
-    """`from_dense` with checked arguments, the resolved backend `name` and tables of `dense_rope`."""
+def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, form: KVFormat) -> KVPages:
+    """`from_dense` with checked arguments and the resolved backend `name`."""
     if unobserved(k):
-        return load(name).from_dense(k, v, form, rope)
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(form), *(rope or NO_ROPE), name)
+        return load(name).from_dense(k, v, form)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(form), name)
     return KVPages(pool, table, lengths, form)
-
-
-def run_rope(name: BackendName, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE of a dense `x [B, H, S, D]`, with checked arguments, the resolved backend `name` and tables of `dense_rope`."""
-    if unobserved(x):
-        return load(name).rope(x, rope)
-    return torch.ops.fp8attn.rope(x, *rope, name)
 
 
 class HoldsKV(Protocol):
@@ -340,9 +297,7 @@ class HoldsKV(Protocol):
     def device(self) -> torch.device: ...
 
 
-def check_append(
-    cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, rope: Rope | None, backend: BackendName
-) -> BackendName:
+def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: BackendName) -> BackendName:
     """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
     `PagedKVCache`, which may have no pages yet."""
     device = cache.device
@@ -355,15 +310,6 @@ def check_append(
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
-    if rope is not None:
-        check_rope(k, rope)
-    if q is not None:
-        check_tokens(q, "q", device)
-        if rope is None or q.shape[::2] != k.shape[::2]:
-            raise ValueError(
-                f"append applies RoPE to q, so q must be [{k.shape[0]}, num_q_heads, {k.shape[2]}] and needs rope_cos and rope_sin; "
-                f"got {tuple(q.shape)} {'without' if rope is None else 'with'} them; leave q out if it needs no RoPE"
-            )
     return resolve(backend, k)
 
 

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from .errors import UsageError
-from .formats.rope import Rope
 
 BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over pages
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
@@ -47,7 +46,6 @@ class AttentionParams(NamedTuple):
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118). 0: no softcap.
         sinks: `[num_q_heads]` of any floating dtype, a logit that every softmax row of a head has in addition, without a value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, number of first tokens of each sequence that are padding. No query sees them.
-        rope: RoPE of the queries, which are then rounded to their dtype. None: no RoPE.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
         exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
             error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
@@ -64,7 +62,6 @@ class AttentionParams(NamedTuple):
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     leftpad_k: torch.Tensor | None = None
-    rope: Rope | None = None
     return_lse: bool = False
     exact: bool = False
     batch_invariant: bool = False
@@ -76,7 +73,6 @@ class Append(NamedTuple):
     Attributes:
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has `max_seqlen`.
         max_seqlen: the largest number of new tokens of a sequence. With a smaller number, a GPU loses tokens.
-        rope: RoPE of K, and of Q if it is given. None: no RoPE.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them. False: they count the
             new tokens already, and do not change; a sequence that is shorter than its new tokens pads the batch, and gets none.
@@ -85,12 +81,11 @@ class Append(NamedTuple):
 
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
-    rope: Rope | None = None
     static_scales: bool = False
     advance: bool = True
     overflows: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether no option but RoPE changes bytes or counts, so that `from_dense` writes the first tokens of a cache just so."""
-        return self._replace(max_seqlen=0, rope=None, advance=True) == Append(None, 0)
+        """Whether no option changes bytes or counts, so that `from_dense` writes the first tokens of a cache just so."""
+        return self._replace(max_seqlen=0, advance=True) == Append(None, 0)

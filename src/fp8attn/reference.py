@@ -10,7 +10,7 @@ from .formats import rotation
 from .formats.codec import FP8, Codec, finite_amax
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
-from .formats.rope import Rope, apply_rope, with_tables
+from .formats.rope import DenseRope, apply_rope
 from .numerics import settle
 from .pages import KVPages
 from .params import Append, AttentionParams
@@ -23,21 +23,13 @@ def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) ->
 
 
 @torch.inference_mode()  # outside of this mode, torch does not write to its tensors
-def append(
-    pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append, q: torch.Tensor | None = None, q_out: torch.Tensor | None = None
-) -> None:
-    """Quantize `k` and `v`, write them at the ends of the sequences, write `q` after RoPE to `q_out`, and advance `cache_seqlens`.
+def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
+    """Quantize `k` and `v`, write them at the ends of the sequences, and advance `cache_seqlens`.
 
     `ops.append` describes the arguments.
     """
     form = pages.format
-    if how.rope is None:
-        k = k.float()
-    else:
-        k = apply_rope(k, how.rope)
-        if q is not None and q_out is not None:
-            q_out.copy_(apply_rope(q, how.rope))
-    k = rotation.rotate(k) if form.rotate else k
+    k = rotation.rotate(k.float()) if form.rotate else k.float()
     k = k if form.stored_k_mean is None else k - form.stored_k_mean
     v = v.float() if form.v_mean is None else v.float() - form.v_mean
     marks_nan = not (form.k.has_nan or how.static_scales)
@@ -73,7 +65,7 @@ def append(
             pages.cache_seqlens[seq] += end - start
 
 
-def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
+def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope | None = None) -> KVPages:
     """Pages of dense K and V (`fp8attn.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
@@ -83,25 +75,22 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | No
     if given_bytes:
         for scale in (pages.k_scale, pages.v_scale):
             scale.fill_(1.0)
+    if rope is not None:
+        k, q = (
+            apply_rope(x.float(), cos[:, None], sin[:, None], interleaved=interleaved)
+            for x, (cos, sin, interleaved) in ((k, rope.k), (rope.queries, rope.q))
+        )
+        rope.out.copy_(q)
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    flat = None if rope is None else with_tables(rope, lambda x: x.flatten(0, 1))
-    append(pages, k, v, Append(None, length, flat, static_scales=given_bytes))
+    append(pages, k, v, Append(None, length, static_scales=given_bytes))
     return pages
 
 
-def rope_dense(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]` (`Backend.rope`)."""
-    rotated = apply_rope(x.transpose(1, 2).flatten(0, 1), with_tables(rope, lambda x: x.flatten(0, 1)))
-    return torch.empty_like(x).copy_(rotated.unflatten(0, (x.shape[0], -1)).transpose(1, 2))
-
-
 def quantize_rows(
-    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
+    x: torch.Tensor, *, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
     y = x.float()
-    if rope is not None:
-        y = rope_dense(y, rope)
     y = rotation.rotate(y) if rotate_keys else y
     mean = None
     if subtract_mean:
@@ -161,7 +150,7 @@ def attention(
     compute_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the dequantized cache, with all options of `AttentionParams` except RoPE, which the backend applies before.
+    """Attention over the dequantized cache.
 
     Kernel errors are differences from the result with `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from . import reference
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.page_layout import PAGE_SIZE
-from .formats.rope import dense_rope, rope_of
 from .ops import from_dense
 from .params import BackendName
 
@@ -18,9 +16,6 @@ def fake_quantize(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    rope_cos: torch.Tensor | None = None,
-    rope_sin: torch.Tensor | None = None,
-    rope_interleaved: bool = False,
     k_mean: torch.Tensor | None = None,
     v_mean: torch.Tensor | None = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
@@ -29,30 +24,25 @@ def fake_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize and dequantize K and V: the same bits as `fp8attn.from_dense(k, v)` followed by `KVPages.read`, in their dtype.
 
-    The gradient ignores the rounding (straight-through estimator, Bengio et al., arXiv:1308.3432): V's is unchanged, K's goes through RoPE.
+    The gradient ignores the rounding (straight-through estimator, Bengio et al., arXiv:1308.3432).
     A token's values depend on the tokens before it on its page of 128 tokens, which set the scale, and on tokens after it if they make the
     scale grow.
 
     Args:
         k, v: `[B, num_kv_heads, S, head_dim]` from the first token of each sequence, in a dtype that `fp8attn.from_dense` takes.
-        rope_cos, rope_sin, rope_interleaved: apply RoPE to K first; the result is K after RoPE.
         k_mean, v_mean, key_dtype, rotate_keys, backend: as `fp8attn.from_dense` takes them.
     Returns:
         K and V, each `[B, num_kv_heads, S, head_dim]` in the dtype of k and v.
     Raises:
         ValueError: a shape, dtype or backend does not fit; the message says what would.
     """
-    options = dict(
-        rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved, k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype,
-        rotate_keys=rotate_keys, backend=backend,
-    )  # fmt: skip
+    options = dict(k_mean=k_mean, v_mean=v_mean, key_dtype=key_dtype, rotate_keys=rotate_keys, backend=backend)
     return _StraightThrough.apply(k, v, options)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.options = options
         pages = from_dense(k, v, **options)
         batch, _, length, _ = k.shape
         # Read all sequences as one sequence whose table names every page, with one gather.
@@ -64,8 +54,4 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        rope = rope_of(*(ctx.options[name] for name in ("rope_cos", "rope_sin", "rope_interleaved")))
-        if rope is not None:
-            rope = dense_rope(grad_k, rope)
-            grad_k = reference.rope_dense(grad_k, rope._replace(sin=-rope.sin))  # the inverse
         return grad_k, grad_v, None

@@ -9,7 +9,6 @@ import torch
 import fp8attn
 from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
 from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, triton
-from fp8attn.formats.rope import Rope, apply_rope, with_tables
 
 
 def test_backends_say_why_not(monkeypatch):
@@ -80,41 +79,32 @@ def test_one_backend_is_made_once():
     assert find("auto", cpu, torch.float32, 64) is found is find("reference", cpu, torch.float16, 512)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_dense_queries_are_tokens(interleaved):
-    """`[num_seqs, S, num_q_heads, head_dim]` of any strides, with RoPE tables of each sequence: values of the tokens, in q's order."""
+def test_dense_queries_are_tokens():
+    """`[num_seqs, S, num_q_heads, head_dim]` of any strides: values of the tokens, in q's order."""
     torch.manual_seed(0)
     pages = fp8attn.from_dense(*(torch.randn(2, 2, 40, 64) for _ in "kv"))
-    angle = torch.randn(2, 30, 16)
-    rope = AttentionParams(None, 30, True, 0.125, rope=Rope(angle.cos(), angle.sin(), interleaved))
-    plain = AttentionParams(None, 30, True, 0.125)
+    params = AttentionParams(None, 30, True, 0.125)
     for q in (torch.randn(2, 30, 4, 64), torch.randn(2, 4, 30, 64).transpose(1, 2)):
-        rotated = apply_rope(q.flatten(0, 1), Rope(angle.cos().flatten(0, 1), angle.sin().flatten(0, 1), interleaved))
-        expected, expected_lse = load("reference").attention(rotated, pages, plain)
-        out, lse = load("reference").attention(q, pages, rope)
+        expected, expected_lse = load("reference").attention(q.flatten(0, 1), pages, params)
+        out, lse = load("reference").attention(q, pages, params)
         assert torch.equal(out.flatten(0, 1), expected) and torch.equal(lse.flatten(0, 1), expected_lse)
         assert out.stride() == q.stride()
-        tokens = rope._replace(rope=with_tables(rope.rope, lambda x: x.flatten(0, 1)))
-        assert torch.equal(load("reference").attention(q.flatten(0, 1), pages, tokens)[0], expected)
 
 
 def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
-    """Up to 128 rows go to `decode`; more go to `prefill`, which applies RoPE itself where it can. Both get the given output."""
+    """Up to 128 rows go to `decode`; more go to `prefill`. Both get the given output."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     backend, calls = load("hopper"), []
     for name in ("decode", "prefill"):
         kernel = lambda q, pages, params, out, new_keys=0, name=name: calls.append((name, params, out)) or (q, q)  # noqa: E731
         monkeypatch.setattr(f"fp8attn.kernels.{name}.{name}_attention", kernel)
-    monkeypatch.setattr(backend, "rope", lambda x, rope: x)
     pages = KVPages.empty(4, 2, 64, 2, 2)
-    for tokens, half, expected, fused in ((32, 0, "decode", False), (33, 0, "prefill", False), (32, 16, "decode", False),
-                                          (33, 16, "prefill", True), (33, 12, "prefill", False)):  # fmt: skip
-        table = torch.zeros(2 * tokens, half) if half else None
-        params = AttentionParams(None, tokens, True, 0.125, rope=None if table is None else Rope(table, table))
+    for tokens, expected in ((32, "decode"), (33, "prefill")):
+        params = AttentionParams(None, tokens, True, 0.125)
         given = torch.full((2 * tokens, 8, 64), torch.nan)
         backend.attention(torch.zeros(2 * tokens, 8, 64), pages, params, given)
         name, got, out = calls.pop()
-        assert name == expected and (got.rope is not None) == fused and out is given
+        assert name == expected and got is params and out is given
     idle = AttentionParams(torch.zeros(3, dtype=torch.int32), 0, True, 0.125)
     for given in (None, torch.full((5, 8, 64), torch.nan)):
         out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle, given)

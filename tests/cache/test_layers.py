@@ -54,14 +54,6 @@ def test_layers_hold_what_caches_of_one_layer_hold(form):
     assert cache.num_free_pages == single[0].num_free_pages
 
 
-def test_a_first_append_with_queries_rotates_them():
-    angle, q = torch.randn(6, DIM // 2), tokens(6, 3, 4)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin()}
-    grown, fixed = PagedKVCache(HEADS, DIM, num_seqs=2), PagedKVCache(HEADS, DIM, num_seqs=2, num_pages=2)
-    rotated = [cache.append(0, tokens(6), tokens(6, 1), q=q, **rope) for cache in (grown, fixed)]
-    assert torch.equal(*rotated) and torch.equal(grown.pages(0).pool, fixed.pages(0).pool)
-
-
 def test_attention_knows_the_lengths_of_the_last_append():
     cache, q = PagedKVCache(HEADS, DIM, num_seqs=2), tokens(600, 9, 4)
     with pytest.raises(ValueError, match=r"call append\(layer, k, v\) first"):

@@ -11,7 +11,6 @@ from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn._torch_ops import flatten_format
 from fp8attn.formats.codec import CODECS, E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate
 from fp8attn.params import Append
 from fp8attn.scales import LayerScales
@@ -59,17 +58,15 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
         assert_quantized(cache, seq, k, v)
 
 
-@pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
-def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length, rope):
+def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length):
     """In a pool without pages, `from_dense` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
     caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)
         k += 3.0
-        tables = {f"rope_{name}": torch.randn(len(k), DIM // 2) for name in ("cos", "sin")} if rope else {}
         for cache in caches:
-            cache.append(0, k, v, **tables)
+            cache.append(0, k, v)
         grown, fixed = caches
         held = grown.num_pages
         assert grown.lengths == fixed.lengths and (grown.num_free_pages, held) == (0, 12 - fixed.num_free_pages)
@@ -113,16 +110,6 @@ def test_what_is_stored_is_said_by_the_pages():
     assert torch.equal(
         PagedKVCache(HEADS, DIM, k_mean=mean).pages(0).format.stored_k_mean, rotate(mean)
     )  # it is subtracted from what is rotated
-
-
-def test_append_rotates_queries_or_does_nothing_at_all():
-    cache = PagedKVCache(HEADS, DIM)
-    (k, v), q, angle = tokens(5), torch.randn(5, 2 * HEADS, DIM), torch.randn(5, DIM // 2)
-    with pytest.raises(ValueError, match="needs rope_cos and rope_sin"):
-        cache.append(0, k, v, q=q)
-    assert cache.lengths == (0,) and cache.num_pages == 0
-    turned = cache.append(0, k, v, q=q, rope_cos=angle.cos(), rope_sin=angle.sin())
-    assert torch.equal(turned, apply_rope(q, Rope(angle.cos(), angle.sin()))) and cache.lengths == (5,)
 
 
 @pytest.mark.parametrize("key_dtype", list(CODECS))
@@ -295,8 +282,6 @@ def test_bad_calls_are_refused_and_change_nothing():
         (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
         (lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))), "of 16, 32 or 64 bits, not torch.float8_e4m3fn"),
-        (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 32)), "together"),
-        (lambda: cache.append(0, k[:2], v[:2], rope_cos=torch.ones(2, 64), rope_sin=torch.ones(2, 64)), "cut to their first half"),
         (lambda: cache.truncate([1]), "one count of tokens"),
         (lambda: cache.truncate(-1), "one count of tokens"),
         (lambda: cache.reserve([1, 2, 3]), r"2 of them, one for each sequence; got \[1, 2, 3\]"),
@@ -383,7 +368,7 @@ def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatc
     """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens without options."""
     for changed in ({"static_scales": True}, {"overflows": torch.zeros(2, 3)}, {"cu_seqlens": torch.zeros(2)}):
         assert not Append(None, 5)._replace(**changed).is_plain
-    assert Append(None, 5, Rope(*torch.randn(2, 5, 4)), advance=False).is_plain
+    assert Append(None, 5, advance=False).is_plain
     k, v = torch.randn(2, 300, HEADS, DIM)
     caches = []
     for plain in (True, False):

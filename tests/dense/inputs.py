@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fp8attn.formats.rope import Rope, apply_rope
+from fp8attn import apply_rope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]
@@ -20,5 +20,5 @@ def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = 
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """`apply_rope` on `[B, H, S, D]` with tables `[S, R / 2]`."""
-    return torch.stack([apply_rope(y.transpose(0, 1), Rope(cos, sin, interleaved)).transpose(0, 1) for y in x])
+    """`apply_rope` on `[B, H, S, D]` with tables `[S, R / 2]`, in FP32."""
+    return apply_rope(x.float(), cos, sin, interleaved=interleaved)

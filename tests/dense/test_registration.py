@@ -8,7 +8,7 @@ from fp8attn import (
     rope_scaled_dot_product_attention,
     scaled_dot_product_attention,
 )
-from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
+from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.params import AttentionParams
 from tests.dense.inputs import INTERPRETED, bhsd
@@ -16,17 +16,16 @@ from tests.dense.inputs import INTERPRETED, bhsd
 
 def test_ops_pass_torch_opcheck():
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # test_schema: see test_ops.py
-    x, angle = bhsd(2, 2, 130, 64, True), torch.randn(2, 130, 32)
+    x = bhsd(2, 2, 130, 64, True)
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
-        pages_of = (y, y, *flatten_format(KVFormat(64)), angle, angle, False, backend)
+        pages_of = (y, y, *flatten_format(KVFormat(64)), backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
-        torch.library.opcheck(torch.ops.fp8attn.rope, (y, angle, angle, False, backend), test_utils=checks)
         pages = fp8attn.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)
         torch.library.opcheck(
             torch.ops.fp8attn.attention,
-            (q, *flatten_pages(pages), *flatten(AttentionParams(None, 130, True, 0.1)), backend),
+            (q, *flatten_pages(pages), *AttentionParams(None, 130, True, 0.1), backend),
             test_utils=checks,
         )
 

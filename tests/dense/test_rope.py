@@ -10,11 +10,11 @@ from fp8attn import (
     reference,
     rope_scaled_dot_product_attention,
 )
-from fp8attn.dense import rope as dense_rope
+from fp8attn.backends import load
 from fp8attn.formats.codec import E4M3
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
-from fp8attn.formats.rope import Rope
-from fp8attn.formats.rope import dense_rope as make_dense
+from fp8attn.formats.rope import DenseRope, Rope, apply_rope, dense_rope
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
 from tests.support.kernel_cases import random_tokens
@@ -39,21 +39,19 @@ def test_rope_inside_is_rope_before(rotary, interleaved, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_of_every_form(interleaved, backend):
-    key, value = (bhsd(2, 2, 128, 64, False, torch.float16) for _ in "kv")  # whole pages: no bytes that may be anything
-    angle = torch.randn(2, 128, 32)
+    q, k, v = (bhsd(2, 2, 40, 64, False, torch.float16) for _ in "qkv")
+    angle = torch.randn(2, 40, 32)
     cos, sin = angle.cos(), angle.sin()
     twice = (lambda x: x.repeat_interleave(2, -1)) if interleaved else (lambda x: torch.cat([x, x], -1))
-    given = {"rope_interleaved": interleaved, "backend": backend}
-    expected = fp8attn.from_dense(key, value, rope_cos=cos, rope_sin=sin, **given)
+
+    def attend(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rope_scaled_dot_product_attention(q, k, v, cos, sin, rope_interleaved=interleaved, backend=backend)
+
+    expected = attend(cos, sin)
     for form in (twice, lambda x: x[:, None], lambda x: twice(x)[:, None]):
-        pages = fp8attn.from_dense(key, value, rope_cos=form(cos), rope_sin=form(sin), **given)
-        assert all(map(torch.equal, pages.tensors, expected.tensors))
-    shared = fp8attn.from_dense(key, value, rope_cos=cos[:1], rope_sin=sin[:1], **given)
-    alone = fp8attn.from_dense(key, value, rope_cos=cos[0], rope_sin=sin[0], **given)
-    assert all(map(torch.equal, shared.tensors, alone.tensors))
-    x = bhsd(2, 3, 128, 64, True)
-    rotated = torch.cat([turned(x[i : i + 1], cos[i], sin[i], interleaved) for i in range(2)])
-    assert torch.equal(dense_rope.apply_rope(x, twice(cos), twice(sin), rope_interleaved=interleaved, backend="reference"), rotated)
+        assert torch.equal(attend(form(cos), form(sin)), expected)
+    assert torch.equal(attend(cos, sin.mT.contiguous().mT), expected), "cos and sin may have different strides"
+    assert torch.equal(attend(cos[:1], sin[:1]), attend(cos[0], sin[0]))
 
 
 def test_keys_may_have_tables_of_their_own():
@@ -71,7 +69,7 @@ def test_what_rope_refuses():
     table = torch.zeros(8, 32)
     for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
         with pytest.raises(ValueError, match="rotary tables must both be"):
-            make_dense(X, Rope(cos, sin))
+            dense_rope(X, Rope(cos, sin))
     with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
         rope_scaled_dot_product_attention(X, X, X, table, table, key_rope_cos=table)
     with pytest.raises(ValueError, match="cannot serve this call: query, key and value must have four dimensions"):
@@ -82,6 +80,22 @@ def test_what_rope_refuses():
     for tables in ({"rope_sin": table.to("meta")}, {"key_rope_cos": table, "key_rope_sin": table.to("meta")}):
         with pytest.raises(ValueError, match="tables are on cpu and meta"):
             rope_scaled_dot_product_attention(X, X, X, **{"rope_cos": table, "rope_sin": table} | tables)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_apply_rope_is_a_product_of_complex_numbers(interleaved):
+    x, angle = torch.randn(2, 3, 7, 64), torch.randn(7, 24)
+    rotated = apply_rope(x, angle.cos(), angle.sin(), interleaved=interleaved)
+    pairs = x[..., :48].unflatten(-1, (24, 2) if interleaved else (2, 24))
+    product = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous()) * torch.polar(torch.ones(7, 24), angle)
+    product = torch.view_as_real(product)
+    torch.testing.assert_close(rotated[..., :48], (product if interleaved else product.mT).flatten(-2))  # FP32 rounds in another order
+    assert torch.equal(rotated[..., 48:], x[..., 48:])
+    half = apply_rope(x.half().mT.contiguous().mT, angle.cos(), angle.sin(), interleaved=interleaved)
+    exact = apply_rope(x.half().float(), angle.cos(), angle.sin(), interleaved=interleaved)
+    assert half.dtype == torch.float16 and torch.equal(half, exact.half())
+    with pytest.raises(ValueError, match=r"must both be \[\.\.\., S, R/2\] with R <= 64"):
+        apply_rope(x, torch.ones(7, 64), torch.ones(7, 64), interleaved=interleaved)
 
 
 # The dense ops
@@ -104,9 +118,15 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
     k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
     if not transposed:
         k, v = k.contiguous(), v.contiguous()
-    angle = torch.randn(batch, length, rotary // 2)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    ours, theirs = (fp8attn.from_dense(k, v, **rope, backend=backend) for backend in ("triton", "reference"))
+    angle, q_angle = torch.randn(batch, length, rotary // 2), torch.randn(batch, 270, head_dim // 2)  # Q has other angles and lengths
+    tables = Rope(angle.cos(), angle.sin(), interleaved), Rope(q_angle.cos(), q_angle.sin(), interleaved)
+    q = bhsd(batch, 3 * heads, 270, head_dim, not transposed, torch.bfloat16)
+    outs = torch.full_like(q, torch.inf), torch.full_like(q, torch.inf)
+    ours, theirs = (
+        load(backend).from_dense(k, v, KVFormat(head_dim), DenseRope(*tables, q, out) if rotary else None)
+        for backend, out in zip(("triton", "reference"), outs, strict=True)
+    )
+    assert torch.equal(*outs) and outs[0].isfinite().all() == (rotary > 0)
     columns = -(-length // 128)
     assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
     assert ours.cache_seqlens.tolist() == [length] * batch
@@ -120,16 +140,14 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads_per_scale", "means", "rotary"), [(1, True, 0), (2, False, 32), (4, True, 64)])
-def test_quantize_rows(heads_per_scale, means, rotary, backend):
+@pytest.mark.parametrize(("heads_per_scale", "means"), [(1, True), (2, False), (4, True)])
+def test_quantize_rows(heads_per_scale, means, backend):
     x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
-    angle = torch.randn(150, rotary // 2)
-    rope = make_dense(x, Rope(angle.cos(), angle.sin())) if rotary else None
     quantize_rows = reference.quantize_rows
     if backend == "triton":
         from fp8attn.kernels.quantize_rows import quantize_rows
-    x_fp8, scale, mean = quantize_rows(x, rope=rope, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale, codec=E4M3)
-    y = turned(x, angle.cos(), angle.sin(), False) if rotary else x.float()
+    x_fp8, scale, mean = quantize_rows(x, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale, codec=E4M3)
+    y = x.float()
     assert x_fp8.dtype == torch.float8_e4m3fn
     assert x_fp8.stride() == x.stride()
     assert (mean is not None) == means
@@ -140,21 +158,17 @@ def test_quantize_rows(heads_per_scale, means, rotary, backend):
 
 
 def test_refusals_of_the_dense_ops():
-    for call in (lambda x: fp8attn.from_dense(x, x), lambda x: dense_rope.apply_rope(x, X, X)):
-        with pytest.raises(ValueError, match="last dimension contiguous"):
-            call(X.transpose(2, 3))
-        with pytest.raises(RuntimeError, match="FP8 ops have none"):
-            call(X.clone().requires_grad_())
+    with pytest.raises(ValueError, match="last dimension contiguous"):
+        fp8attn.from_dense(X.transpose(2, 3), X.transpose(2, 3))
+    with pytest.raises(RuntimeError, match="FP8 ops have none"):
+        fp8attn.from_dense(*[X.clone().requires_grad_()] * 2)
     with pytest.raises(ValueError, match="head_dim one of"):
         fp8attn.from_dense(X[..., :48], X[..., :48])
     with pytest.raises(ValueError, match="not empty"):
         fp8attn.from_dense(X[:, :, :0], X[:, :, :0])
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, X)
-        for call in (lambda x: fp8attn.from_dense(X, x), lambda x: dense_rope.apply_rope(x, X, X)):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
-                call(dual)
-            with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
-                torch.vmap(call)(X[None])
-    with pytest.raises(ValueError, match="together, or neither"):
-        fp8attn.from_dense(X, X, rope_cos=torch.zeros(8, 32))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="for inference: an input has a forward-mode tangent"):
+            fp8attn.from_dense(X, dual)
+        with pytest.raises(RuntimeError, match=r"for inference: a transform of torch\.func is active"):
+            torch.vmap(lambda x: fp8attn.from_dense(X, x))(X[None])

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8attn
 from fp8attn import (
     AttentionParams,
+    apply_rope,
     fallback_reason,
     ops,
     reference,
@@ -21,7 +22,6 @@ from fp8attn import (
 )
 from fp8attn.dense import sdpa
 from fp8attn.formats.codec import E4M3
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, X, bhsd
 from tests.support.kernel_cases import assert_kernel_error
@@ -262,7 +262,7 @@ def test_each_query_has_its_own_angles(q_len, kv_len, interleaved):
         q, k, v, *q_tables, key_rope_cos=k_tables[0], key_rope_sin=k_tables[1], rope_interleaved=interleaved, is_causal=True,
         backend="reference",
     )  # fmt: skip
-    rotated = (apply_rope(x[0].transpose(0, 1), Rope(*t, interleaved)).transpose(0, 1)[None] for x, t in ((q, q_tables), (k, k_tables)))
+    rotated = (apply_rope(x, *t, interleaved=interleaved) for x, t in ((q, q_tables), (k, k_tables)))
     assert sqnr_db(out, F.scaled_dot_product_attention(*rotated, v, is_causal=True)) > 25.0
 
 

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import fp8attn
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
 from tests.support.fa3 import UPSTREAM, VLLM, Fake
@@ -64,8 +63,7 @@ def test_rope(fake):
     angle = torch.arange(40)[:, None] * torch.logspace(0, -3, 32)[None]
     cos, sin = angle.cos(), angle.sin()
     out = fp8attn.rope_scaled_dot_product_attention(q, k, v, cos, sin, enable_gqa=True, backend="fa3")
-    turned = [apply_rope(x.transpose(1, 2).flatten(0, 1), Rope(cos.repeat(2, 1), sin.repeat(2, 1))) for x in (q, k)]
-    q, k = (x.unflatten(0, (2, -1)).transpose(1, 2).to(torch.bfloat16) for x in turned)
+    q, k = (fp8attn.apply_rope(x, cos, sin) for x in (q, k))
     assert relative_error(out, F.scaled_dot_product_attention(q, k, v, enable_gqa=True)) <= 0.07
 
 

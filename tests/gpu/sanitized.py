@@ -65,12 +65,9 @@ def check_append() -> None:
     for dim, impl in itertools.product(DIMS, KEYS):
         _, pages = made(Shape((1, 300, 0, 127), (0,) * 4, 4, 2, dim, True), impl)
         done(f"append D{dim} {impl}, prompts")
-        # A step of the first two, whose last pages have free rows, with rotary embedding.
-        angle = torch.rand(2, dim // 2, device=DEVICE)
+        # A step of the first two, whose last pages have free rows.
         ends = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32, device=DEVICE)
-        ops.append(
-            pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1, rope_cos=angle.cos(), rope_sin=angle.sin()
-        )  # fmt: skip
+        ops.append(pages, *(tokens(2, 2, dim) for _ in "kv"), cu_seqlens=ends, max_seqlen=1)
         done(f"append D{dim} {impl}, a step")
 
 

@@ -17,7 +17,6 @@ import torch
 
 import fp8attn
 from fp8attn import KVPages, PagedKVCache
-from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.kernels.quantize_rows import quantize_rows
 from tests.support.kernel_cases import cumulative, poison_empty
@@ -58,8 +57,7 @@ class Work:
             cache.reserve([a + b for a, b in zip(lengths, queries, strict=True)])
             self.before = cache.pages(0).pool.clone(), cache.pages(0).cache_seqlens.clone()
             self.k, self.v = self._tokens(sum(queries), 4), self._tokens(sum(queries), 4)
-            angle = torch.randn(sum(queries), 64).to(device)
-            self.options = {"cu_seqlens": bounds, "max_seqlen": max(queries), "rope_cos": angle.cos(), "rope_sin": angle.sin()}
+            self.options = {"cu_seqlens": bounds, "max_seqlen": max(queries)}
             self.run = self._append
         else:
             self.options = {"cu_seqlens_q": bounds, "max_seqlen_q": max(queries)} if kind == "ragged" else {}
@@ -72,12 +70,12 @@ class Work:
         return list(fp8attn.attention(self.q, self.pages, **self.options, return_lse=True, backend=self.backend))
 
     def _append(self) -> list[torch.Tensor]:
-        """The rotated queries, and the whole cache, after an append to its earlier contents."""
+        """The whole cache, after an append to its earlier contents."""
         written = self.pages.pool, self.pages.cache_seqlens
         for x, before in zip(written, self.before, strict=True):
             x.copy_(before)
-        q = fp8attn.append(self.pages, self.k, self.v, q=self.q, **self.options, backend=self.backend)
-        return [q, *(x.clone() for x in written)]
+        fp8attn.append(self.pages, self.k, self.v, **self.options, backend=self.backend)
+        return [x.clone() for x in written]
 
 
 def tokens_of(pages: KVPages, lengths: list[int]) -> list[torch.Tensor]:
@@ -247,11 +245,8 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     q, k, v = (torch.randn(2, heads, 700, 128).bfloat16().to(device) for heads in (8, 4, 4))
     angle = torch.randn(700, 64).to(device)
     tables = angle.cos(), angle.sin()
-    for name, options in {"from_dense": {}, "from_dense, rope": dict(rope_cos=tables[0], rope_sin=tables[1])}.items():
-        pages = fp8attn.from_dense(k, v, **options, backend=backend)
-        found[name] = tokens_of(pages, [700, 700])
-    found["apply_rope"] = [dense_rope.apply_rope(q, *tables, backend=backend)]
-    found["quantize_rows"] = list(quantize_rows(k, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3))
+    found["from_dense"] = tokens_of(fp8attn.from_dense(k, v, backend=backend), [700, 700])
+    found["quantize_rows"] = list(quantize_rows(k, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]
     for causal in (False, True):

@@ -9,7 +9,6 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, reference
 from fp8attn.formats.codec import CODECS, FP8
 from fp8attn.formats.page_layout import NARROW_HEAD_DIMS
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.formats.rotation import rotate_back
 from fp8attn.kernels import counters, decode, prefill
 from fp8attn.numerics import relative_error
@@ -192,14 +191,6 @@ def test_fp8_queries_need_keys_like_them(keys):
     pages, q = held([200], keys=keys), queries(200, dtype=FP8)
     with pytest.raises(ValueError, match="pass 16-bit queries"):
         prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 200)))
-
-
-@pytest.mark.parametrize("keys", KEYS)
-def test_rope_on_queries(keys):
-    pages, angle = held([1000], keys=keys), torch.randn(700, 64, device=CUDA)
-    q, cos, sin, given = queries(700), angle.cos(), angle.sin(), options(pages, 700)
-    result = prefill.prefill_attention(q, pages, AttentionParams(**given, rope=Rope(cos, sin)))
-    compare(result, apply_rope(q, Rope(cos, sin)).to(q.dtype), pages, given, PROMPT, PROMPT_LSE[keys])
 
 
 @pytest.mark.parametrize("keys", KEYS)

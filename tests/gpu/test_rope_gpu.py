@@ -1,19 +1,18 @@
-"""RoPE on queries inside the Hopper prefill kernel: the same bits as a call whose queries got RoPE in a separate launch before."""
+"""Dense calls with RoPE: one launch applies it to Q while it quantizes K and V, with the bits of `apply_rope`."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-import fp8attn
-from fp8attn import AttentionParams, rope_scaled_dot_product_attention
-from fp8attn.dense import rope as dense_rope
+from fp8attn import apply_rope, reference, rope_scaled_dot_product_attention
+from fp8attn.backends import find
+from fp8attn.dense import strategies
 from fp8attn.dense.sdpa import attend_dense
-from fp8attn.formats.codec import FP8
-from fp8attn.formats.rope import Rope, with_tables
-from fp8attn.kernels import prefill
-from fp8attn.kernels.append import rope_dense
-from fp8attn.kernels.common import power_of_two
+from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.rope import DenseRope, Rope
+from fp8attn.kernels.append import from_dense
+from fp8attn.kernels.launch import recording
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
@@ -35,45 +34,6 @@ def angles(*shape: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
     return dict(zip(("rope_cos", "rope_sin"), tables, strict=True))
 
 
-def held(lengths: list[int], head_dim: int, heads: int = 2):
-    """Pages of sequences of these lengths."""
-    pages = fp8attn.from_dense(*(tokens(len(lengths), heads, max(lengths), head_dim) for _ in "kv"))
-    pages.cache_seqlens.copy_(torch.tensor(lengths))
-    return pages
-
-
-def check(q, pages, tables, interleaved=False, causal=True, cu=None, longest=None) -> None:
-    params = AttentionParams(cu_seqlens_q=cu, max_seqlen_q=longest or q.shape[1], causal=causal, softmax_scale=0.1, return_lse=True)
-    rope = Rope(*tables.values(), interleaved)
-    inside = prefill.prefill_attention(q, pages, params._replace(rope=rope))
-    dense = (lambda x: x) if q.dim() == 4 else (lambda x: x[None])
-    turned = rope_dense(dense(q).transpose(1, 2), with_tables(rope, dense)).transpose(1, 2).reshape(q.shape)
-    before = prefill.prefill_attention(turned, pages, params)
-    assert not inside[0].isnan().any()
-    for a, b in zip(inside, before, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("case", ["halves", "pairs", "part"])
-@pytest.mark.parametrize(("head_dim", "short"), [(d, True) for d in (64, 80, 96, 128, 192, 256)] + [(128, False)])
-def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkeypatch):
-    shape = prefill.cut.SHAPES[power_of_two(head_dim)][0 if short else 1]
-    monkeypatch.setattr(prefill.cut, "cuts", lambda *_: [(shape, 3 if case == "part" else 1)])
-    if case == "halves":  # rows of few keys and of many; tables of each sequence; queries that lie heads first
-        pages = held([900, 900], head_dim)
-        check(tokens(2, 900, 4, head_dim), pages, angles(2, 900, head_dim // 2))
-        shared = {name: x.expand(2, -1, -1) for name, x in angles(1, 333, head_dim // 2).items()}
-        check(tokens(2, 4, 333, head_dim).transpose(1, 2), pages, shared, causal=False)
-        check(tokens(2 * 333, 4, head_dim), pages, angles(2 * 333, head_dim // 2), longest=333)
-    elif case == "pairs":  # ragged, with rows behind the last; every second number of tables
-        cu = torch.tensor([0, 300, 301, 301, 1000], dtype=torch.int32, device=CUDA)
-        tables = {name: x[:, ::2] for name, x in angles(1150, head_dim, dtype=torch.bfloat16).items()}
-        check(tokens(1150, 4, head_dim, dtype=torch.float16), held([900, 1, 5, 800], head_dim), tables, True, cu=cu, longest=699)
-    else:  # some of the channels, keys in parts
-        tables = angles(2, 200, head_dim // 32 * 8, dtype=torch.bfloat16)
-        check(tokens(2, 200, 4, head_dim), held([1000, 100], head_dim), tables)
-
-
 @pytest.mark.parametrize(
     ("lengths", "head_dim", "half", "interleaved", "causal"),
     [
@@ -81,28 +41,59 @@ def test_the_kernel_turns_queries_to_the_same_bits(head_dim, short, case, monkey
         ((300, 1000), 128, 64, True, False),
         ((900, 300), 128, 32, False, True),  # rows behind the last key
         ((300, 300), 72, 32, False, True),  # padded
-        ((300, 300), 80, 10, False, True),  # not whole eights: turned before
+        ((300, 300), 80, 10, False, True),  # a part of the channels
         ((3, 900), 128, 64, False, True),  # few queries
     ],
     ids=str,
 )
-def test_whole_calls(lengths, head_dim, half, interleaved, causal):
-    """For new inputs and tables, each call equals its parts."""
-    (q_len, kv_len), options = lengths, {"rope_interleaved": interleaved}
+def test_whole_calls(lengths, head_dim, half, interleaved, causal, monkeypatch):
+    """For new inputs and tables, each call has the bits of attention with queries and pages of the reference."""
+    q_len, kv_len = lengths
     for _ in range(4):
         query = tokens(2, 4, q_len, head_dim)
         key, value = (tokens(2, 2, kv_len, head_dim) for _ in "kv")
         q_rope, k_rope = angles(2, q_len, half), angles(2, kv_len, half)
         out = rope_scaled_dot_product_attention(
             query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"], is_causal=causal,
-            enable_gqa=True, **options,
+            enable_gqa=True, rope_interleaved=interleaved,
         )  # fmt: skip
-        turned = dense_rope.apply_rope(query, **q_rope, **options)
-        expected = attend_dense(turned, key, value, None, Rope(*k_rope.values(), interleaved), causal, None, "int8", True, "auto")
+        turned = apply_rope(query, *(x[:, None] for x in q_rope.values()), interleaved=interleaved)
+        none = Rope(torch.ones_like(q_rope["rope_cos"]), torch.zeros_like(q_rope["rope_sin"]), interleaved)
+        with monkeypatch.context() as patch:
+            patch.setattr(strategies, "find", lambda *args: _Reference(find(*args)))
+            ropes = none, Rope(*k_rope.values(), interleaved)
+            expected = attend_dense(turned, key, value, *ropes, causal, None, "int8", True, "auto")
         assert torch.equal(out, expected)
 
 
-def test_fp8_queries_are_refused():
-    table = {"rope_cos": torch.zeros(300, 64, device=CUDA), "rope_sin": torch.zeros(300, 64, device=CUDA)}
-    with pytest.raises(ValueError, match="rotate them before they are quantized"):
-        check(tokens(300, 4, 128).to(FP8), held([300], 128), table, longest=300)
+class _Reference:
+    """A backend whose pages the reference writes."""
+
+    from_dense = staticmethod(reference.from_dense)
+
+    def __init__(self, backend):
+        self.attention = backend.attention
+
+
+def test_it_is_one_launch_and_then_attention():
+    q, table = tokens(1, 8, 1000, 128), torch.randn(1000, 64, device=CUDA)
+    rope_scaled_dot_product_attention(q, q, q, table, table)
+    with recording() as launches:
+        rope_scaled_dot_product_attention(q, q, q, table, table)
+    assert [made.kernel.fn.__name__ for made in launches] == ["page_kernel", "prefill_kernel"]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 40), (96, 16), (128, 64), (128, 20), (192, 96), (256, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_and_keys_are_the_references(head_dim, half, interleaved, dtype):
+    k, v = (tokens(2, 2, 300, head_dim, dtype=dtype) for _ in "kv")
+    q = tokens(2, 1500, 6, head_dim, dtype=dtype).transpose(1, 2)
+    tables = [Rope(*angles(2, length, half).values(), interleaved) for length in (300, 1500)]
+    outs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    writers = from_dense, reference.from_dense
+    ours, theirs = (write(k, v, KVFormat(head_dim), DenseRope(*tables, q, out)) for write, out in zip(writers, outs, strict=True))
+    assert torch.equal(*outs) and not outs[0].isnan().any()
+    assert torch.equal(ours.k_scale, theirs.k_scale)
+    for seq in range(2):
+        assert all(map(torch.equal, ours.read(seq, 300), theirs.read(seq, 300)))

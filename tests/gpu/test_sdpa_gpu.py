@@ -8,13 +8,11 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import fallback_reason, reference, rope_scaled_dot_product_attention, scaled_dot_product_attention
-from fp8attn._torch_ops import flatten, flatten_format, flatten_pages
+from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.backends import select_backend
-from fp8attn.dense import rope as dense_rope
 from fp8attn.formats.codec import codec_of
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
-from fp8attn.formats.rope import Rope
 from fp8attn.kernels.quantize_rows import quantize_rows
 from fp8attn.numerics import sqnr_db
 from fp8attn.params import AttentionParams
@@ -68,15 +66,13 @@ def test_it_is_torchs_attention(case):
 
 @pytest.mark.parametrize("keys", ["int8", "e4m3"])
 @pytest.mark.parametrize("how", ["contiguous", "transposed", "fused"])
-@pytest.mark.parametrize(("rotary", "interleaved"), [(0, False), (128, False), (128, True), (40, False)])
-def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
+@pytest.mark.parametrize("means", [False, True])
+def test_from_dense_writes_the_references_bytes(how, means, keys):
     batch, heads, length, head_dim = 2, 3, 1111, 128
     k, v = (dense(batch, heads, length, head_dim, how) * torch.exp2(torch.randint(-3, 4, (length, 1), device=CUDA)) for _ in "kv")
     k, v = k.bfloat16(), v.bfloat16()
-    angle = torch.randn(batch, length, rotary // 2, device=CUDA)
-    rope = {"rope_cos": angle.cos(), "rope_sin": angle.sin(), "rope_interleaved": interleaved} if rotary else {}
-    given = rope | {"key_dtype": keys, "rotate_keys": how != "fused"}
-    if interleaved:
+    given = {"key_dtype": keys, "rotate_keys": how != "fused"}
+    if means:
         given |= {"k_mean": torch.randn(heads, head_dim, device=CUDA), "v_mean": torch.randn(heads, head_dim, device=CUDA)}
     ours, theirs = (fp8attn.from_dense(k, v, **given, backend=backend) for backend in ("triton", "reference"))
     for name in ("k_scale", "v_scale", "page_table", "cache_seqlens"):
@@ -85,17 +81,13 @@ def test_from_dense_writes_the_references_bytes(how, rotary, interleaved, keys):
         a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
-    if rotary:
-        turned = [dense_rope.apply_rope(k, **rope, backend=backend) for backend in ("triton", "reference")]
-        assert torch.equal(*turned)
-        assert turned[0].stride() == torch.empty_like(k).stride()
 
 
 @pytest.mark.parametrize(("dtype", "rotate"), [("e4m3", False), ("e4m3", True), ("int8", True)])
 @pytest.mark.parametrize("means", [False, True])
 def test_quantize_rows_is_the_references(means, dtype, rotate):
     x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
-    given = {"subtract_mean": means, "heads_per_scale": 2, "codec": codec_of(dtype), "rotate_keys": rotate, "rope": None}
+    given = {"subtract_mean": means, "heads_per_scale": 2, "codec": codec_of(dtype), "rotate_keys": rotate}
     ours, theirs = (quantize_rows(x, **given), reference.quantize_rows(x, **given))
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
     if means:  # their sums are in another order: a byte at a tie may differ
@@ -172,15 +164,12 @@ def test_calls_on_several_streams():
 
 
 def test_ops_pass_torch_opcheck():
-    x, angle = dense(2, 2, 300, 128, "transposed"), torch.randn(2, 300, 64, device=CUDA)
+    x = dense(2, 2, 300, 128, "transposed")
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(
-        torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(128)), angle, angle, False, name), test_utils=checks
-    )
-    torch.library.opcheck(torch.ops.fp8attn.rope, (x, angle, angle, False, name))
+    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(128)), name), test_utils=checks)
     pages = fp8attn.from_dense(x, x)
-    options = flatten(AttentionParams(None, 300, True, 0.1, rope=Rope(angle.flatten(0, 1), angle.flatten(0, 1)), exact=True))
+    options = AttentionParams(None, 300, True, 0.1, exact=True)
     torch.library.opcheck(
         torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *flatten_pages(pages), *options, name), test_utils=checks
     )

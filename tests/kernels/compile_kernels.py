@@ -19,7 +19,7 @@ from fp8attn import AttentionParams, KVPages
 from fp8attn.formats.codec import CODECS, E4M3, FP8, INT8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEAD_DIMS
-from fp8attn.formats.rope import Rope
+from fp8attn.formats.rope import DenseRope, Rope
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
@@ -60,42 +60,37 @@ def attention(head_dim: int, dtype, queries: int, key_dtype="int8", rotate=True,
 
 
 def append_tokens(
-    head_dim: int, dtype, tokens: int, rotary=0, interleaved=False, q_heads=0, ragged=False, key_dtype="int8", rotate=True,
-    advance=True, static=False, overflows=False,
-) -> None:  # fmt: skip
+    head_dim: int, dtype, tokens: int, ragged=False, key_dtype="int8", rotate=True, advance=True, static=False, overflows=False
+) -> None:
     """Appends `tokens` new tokens to each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
-    q = torch.zeros(2 * tokens, q_heads, head_dim, dtype=dtype) if q_heads else None
-    angle = torch.zeros(2 * tokens, rotary // 2) if rotary else None
     append.append(
         KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k,
         Append(
             torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens,
-            None if angle is None else Rope(angle, angle, interleaved),
             static, advance, torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
         ),
-        q, q,
     )  # fmt: skip
 
 
-def from_dense(head_dim: int, dtype, rotary=0, key_dtype="int8", rotate=True) -> None:
-    """Quantizes dense K and V of two sequences, and rotates Q. They are transposed, and have means if keys are E4M3."""
+def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int8", rotate=True) -> None:
+    """Quantizes dense K and V of two sequences, with RoPE on K and 32 heads of Q if `rotary`.
+
+    K and V are transposed, and have means if keys are E4M3.
+    """
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == "e4m3" else None
-    append.from_dense(x, x, KVFormat(head_dim, CODECS[key_dtype], E4M3, rotate, mean, mean), None if angle is None else Rope(angle, angle))
-    if rotary:
-        append.rope_dense(x, Rope(angle, angle))
+    form, rope = KVFormat(head_dim, CODECS[key_dtype], E4M3, rotate, mean, mean), None
+    if angle is not None:
+        q = torch.zeros(2, 32, 300, head_dim, dtype=dtype)
+        rope = DenseRope(*2 * [Rope(angle, angle, interleaved)], q, torch.empty_like(q))
+    append.from_dense(x, x, form, rope)
 
 
-def quantize_rows(head_dim: int, dtype, rotary=0, interleaved=False) -> None:
-    """Quantizes rows of a dense K. With RoPE they are rotated, in INT8 and with a mean."""
-    angle = torch.zeros(2, 300, rotary // 2) if rotary else None
-    options = dict(
-        rope=None if angle is None else Rope(angle, angle, interleaved), rotate_keys=rotary > 0, subtract_mean=rotary > 0,
-        heads_per_scale=4,
-        codec=INT8 if rotary else E4M3,
-    )  # fmt: skip
+def quantize_rows(head_dim: int, dtype, rotate=False) -> None:
+    """Quantizes rows of a dense K. If they are rotated, it is in INT8 and with a mean."""
+    options = dict(rotate_keys=rotate, subtract_mean=rotate, heads_per_scale=4, codec=INT8 if rotate else E4M3)
     rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
 
 
@@ -105,7 +100,6 @@ def cases() -> dict[str, tuple]:
     found: dict[str, tuple] = {}
     for i, head_dim in enumerate(HEAD_DIMS):
         dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
-        rope, some = {"rotary": head_dim, "q_heads": 32}, i % 2 * head_dim
         seeds, means = {"key_dtype": "e4m3", "rotate": False}, {"means": True}
         found |= {
             f"D{head_dim} rows4": (attention, head_dim, dtype, 1, means | {"splits": 4 if i % 3 else 33}),
@@ -119,19 +113,20 @@ def cases() -> dict[str, tuple]:
             continue
         if head_dim == 512:  # dense calls do not take it, so no rows are quantized
             found |= {
-                f"D{head_dim} step rope": (append_tokens, head_dim, other, 16, rope),
-                f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"overflows": True}),
+                f"D{head_dim} step": (append_tokens, head_dim, other, 16, {}),
+                f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {"overflows": True}),
                 f"D{head_dim} prompt static e4m3": (append_tokens, head_dim, other, 300, {"key_dtype": "e4m3", "static": True}),
-                f"D{head_dim} dense": (from_dense, head_dim, dtype, {"rotary": head_dim}),
+                f"D{head_dim} dense": (from_dense, head_dim, dtype, {}),
             }
             continue
         found |= {
-            f"D{head_dim} step rope": (append_tokens, head_dim, other, 1 + i, rope),
-            f"D{head_dim} prompt rope": (append_tokens, head_dim, dtype, 300, rope | {"interleaved": i % 2 == 1}),
-            f"D{head_dim} dense": (from_dense, head_dim, dtype, {"rotary": some}),
+            f"D{head_dim} step": (append_tokens, head_dim, other, 1 + i, {}),
+            f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {}),
+            f"D{head_dim} dense": (from_dense, head_dim, dtype, {}),
+            f"D{head_dim} dense rope": (from_dense, head_dim, dtype, {"rotary": head_dim, "interleaved": i % 4 == 1}),
             f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": "e4m3", "rotate": i % 2 == 1}),
             f"D{head_dim} dense e4m3": (from_dense, head_dim, other, {"key_dtype": "e4m3", "rotate": i % 2 == 0}),
-            f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotary": some, "interleaved": i % 4 == 3}),
+            f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotate": i % 2 == 1}),
         }
     found["D128 dense fp8"] = from_dense, 128, FP8, {}
     found["D96 dense fp8"] = from_dense, 96, FP8, {}  # a masked load of FP8
@@ -142,11 +137,10 @@ def cases() -> dict[str, tuple]:
         "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
         "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
         "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": "e4m3"}),
-        "D128 prompt": (append_tokens, 128, BF16, 300, {}),
-        "D128 dense rope": (from_dense, 128, BF16, {"rotary": 128}),
-        "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"rotary": 128, "ragged": True}),
-        "D128 step ragged": (append_tokens, 128, BF16, 5, {"rotary": 40, "q_heads": 40, "ragged": True}),
-        "D256 step interleaved": (append_tokens, 256, FP16, 16, {"rotary": 40, "interleaved": True, "q_heads": 16}),
+        "D128 dense rope part": (from_dense, 128, BF16, {"rotary": 40, "key_dtype": "e4m3"}),
+        "D256 dense rope interleaved": (from_dense, 256, FP16, {"rotary": 256, "interleaved": True}),
+        "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"ragged": True}),
+        "D128 step ragged": (append_tokens, 128, BF16, 5, {"ragged": True}),
         "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
         "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
         "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
@@ -159,7 +153,7 @@ def cases() -> dict[str, tuple]:
 
 SAMPLE = (  # each kernel; of attention, tiles of few rows and of many
     *("D128 rows4", "D128 rows128 e4m3", "D256 rows4 e4m3"),
-    *("D128 step rope", "D128 prompt rope", "D128 rows", "D96 dense fp8"),
+    *("D128 step", "D128 prompt", "D128 rows", "D128 dense rope", "D96 dense fp8"),
 )
 
 

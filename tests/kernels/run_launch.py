@@ -34,7 +34,6 @@ from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
 from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
 from fp8attn.formats.codec import FP8  # noqa: E402
-from fp8attn.formats.rope import Rope  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, launch, recording  # noqa: E402
@@ -266,9 +265,8 @@ def planned() -> dict:
     plain_params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=64, causal=True, softmax_scale=0.1, return_lse=True)
     q, pages = torch.zeros(128, 8, 128, dtype=torch.bfloat16), KVPages.empty(64, 2, 128, 2, 32)
     table, wide = pages.page_table, torch.zeros(2, 64, dtype=torch.int32)
-    angles, twice = torch.zeros(128, 32), torch.zeros(128, 64)
     off = torch.zeros(128, 8, 129, dtype=torch.bfloat16)[..., 1:]
-    dense, rope = q.unflatten(0, (2, 64)), Rope(angles, angles)
+    dense = q.unflatten(0, (2, 64))
     cases = {
         "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)}, "misaligned": {"q": off},
         "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)},
@@ -280,9 +278,6 @@ def planned() -> dict:
         "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
         "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
         "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
-        "rope": {"rope": rope}, "interleaved": {"rope": Rope(angles, angles, True)}, "half": {"rope": Rope(angles[:, :16], angles[:, :16])},
-        "strided tables": {"rope": Rope(twice[:, ::2], twice[:, ::2])}, "wider tables": {"rope": Rope(twice[:, :32], twice[:, :32])},
-        "dense tables": {"q": dense, "rope": Rope(angles.view(2, 64, 32), angles.view(2, 64, 32))},
     }  # fmt: skip
 
     def launched(name: str) -> list:

@@ -8,13 +8,13 @@ pytest.importorskip("triton")
 
 import fp8attn
 from fp8attn import AttentionParams, KVPages
-from fp8attn._torch_ops import flatten, flatten_pages
+from fp8attn._torch_ops import flatten_pages
 from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import PageLayout
-from fp8attn.formats.rope import Rope
+from fp8attn.formats.rope import DenseRope, Rope
 from fp8attn.kernels import portable
-from fp8attn.kernels.append import append, from_dense, rope_dense
+from fp8attn.kernels.append import append, from_dense
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
 from fp8attn.kernels.quantize_rows import quantize_rows
@@ -67,19 +67,18 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     batch, half = 70_000, {"dtype": torch.float16, "device": "meta"}
     x = torch.empty(batch, 2, 16, 64, **half)
     angle = torch.empty(batch, 16, 32, device="meta")
-    rope = Rope(angle, angle)
+    rope = DenseRope(Rope(angle, angle), Rope(angle, angle), x, torch.empty_like(x))
     tokens, prompt = torch.empty(batch, 2, 64, **half), torch.empty(40 * batch, 2, 64, **half)
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     with recording(dry=True) as launches:
         pages = from_dense(x, x, KVFormat(64), rope)
-        from_dense(x.to(FP8), x.to(FP8), KVFormat(64, E4M3, rotate=False), None)
-        rope_dense(x, rope)
-        quantize_rows(x, rope=rope, rotate_keys=True, subtract_mean=True, heads_per_scale=1, codec=E4M3)
+        from_dense(x.to(FP8), x.to(FP8), KVFormat(64, E4M3, rotate=False))
+        quantize_rows(x, rotate_keys=True, subtract_mean=True, heads_per_scale=1, codec=E4M3)
         append(pages, tokens, tokens, Append(None, 1))
         append(pages, prompt, prompt, Append(None, 40))
         append(pages, prompt, prompt, Append(bounds, 40))
         portable.portable_attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
-    assert len({note.kernel.fn.__name__ for note in launches}) == 8
+    assert len({note.kernel.fn.__name__ for note in launches}) == 7
     for note in launches:
         assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)
 
@@ -89,11 +88,11 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     pages, q = cache_and_queries()
     expected = fp8attn.attention(q, pages, backend="reference")
     assert torch.allclose(fp8attn.attention(q, pages, backend="triton").float(), expected.float(), atol=2e-3)
-    options = flatten(AttentionParams(None, 1, True, 0.125, return_lse=True, exact=True))
+    options = AttentionParams(None, 1, True, 0.125, return_lse=True, exact=True)
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(pages), *options, "triton"))
     token = torch.randn(2, 2, 64).half()
     overflows = torch.zeros(2, 3, dtype=torch.int64)
-    arguments = (token, token.clone(), *flatten_pages(pages), None, None, *flatten(Append(None, 1, overflows=overflows)), "triton")
+    arguments = (token, token.clone(), *flatten_pages(pages), *Append(None, 1, overflows=overflows), "triton")
     torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
@@ -103,11 +102,9 @@ def test_a_compiled_step_calls_the_kernels(monkeypatch):
     twin = clone(pages)
     token = torch.randn(2, 2, 64).half()
 
-    angle = torch.randn(2, 32)
-
     def step(pages):
-        turned = fp8attn.append(pages, token, token, q=q, rope_cos=angle.cos(), rope_sin=angle.sin(), backend="triton")
-        return fp8attn.attention(turned, pages, backend="triton")
+        fp8attn.append(pages, token, token, backend="triton")
+        return fp8attn.attention(q, pages, backend="triton")
 
     expected = step(twin)
     actual = torch.compile(step, backend="aot_eager", fullgraph=True)(pages)

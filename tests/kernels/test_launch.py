@@ -47,8 +47,8 @@ def test_hooks_see_every_launch(launches):
 
 def test_kernels_that_let_the_next_begin_do_not_begin_early():
     """Attention reads queries while pages are written: then the launches before the page writer must have ended."""
-    page = append._page_constants(torch.device("cpu"), False, row_of(128, None)[0], True, True, True, False, True, dense=True)
-    _, step = append._step_plan(torch.device("cpu"), 8, 1, 1, 1, 8, row_of(128, None)[0], True, True, True, False, True)
+    page = append._page_constants(torch.device("cpu"), False, row_of(128), True, True, True, False, True, dense=True)
+    _, step = append._step_plan(torch.device("cpu"), 8, 1, 1, row_of(128), True, True, True, False, True)
     assert "OPTIONS" in page and "launch_pdl" not in page
     assert "OPTIONS" in step and "launch_pdl" not in step
 

@@ -6,7 +6,6 @@ import torch
 from fp8attn import reference
 from fp8attn.formats import rotation
 from fp8attn.formats.codec import E4M3, INT8, finite_amax
-from fp8attn.formats.rope import Rope, apply_rope, with_tables
 
 pytest.importorskip("triton")
 
@@ -15,22 +14,15 @@ from fp8attn.kernels.quantize_rows import quantize_rows
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted on a CPU; tests/gpu has the compiled kernels")
 
 
-def check(x, heads_per_scale=1, means=False, rope=None, rotate=False, codec=E4M3):
+def check(x, heads_per_scale=1, means=False, rotate=False, codec=E4M3):
     """Check that the kernels' bytes follow from their means by the definition in this test. The reference's means must be near; without
     means, all bytes are the reference's."""
-    options = dict(
-        rope=rope, rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale,
-        codec=codec,
-    )  # fmt: skip
+    options = dict(rotate_keys=rotate, subtract_mean=means, heads_per_scale=heads_per_scale, codec=codec)
     codes, scale, mean = quantize_rows(x, **options)
     expected_codes, expected_scale, expected_mean = reference.quantize_rows(x, **options)
     assert codes.dtype == codec.dtype and codes.stride() == x.stride()
     if means:
-        y = x.float()
-        if rope is not None:
-            turned = apply_rope(x.transpose(1, 2).flatten(0, 1), with_tables(rope, lambda x: x.flatten(0, 1)))
-            y = turned.unflatten(0, (x.shape[0], -1)).transpose(1, 2)
-        y = (rotation.rotate(y) if rotate else y) - mean[:, :, None]
+        y = (rotation.rotate(x.float()) if rotate else x.float()) - mean[:, :, None]
         torch.testing.assert_close(mean, expected_mean, rtol=1e-5, atol=1e-6)
         expected_scale = codec.needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
         expected_codes = codec.encode(y, (1 / expected_scale).repeat_interleave(heads_per_scale, 1)[..., None, None]).to(codec.dtype)
@@ -61,16 +53,6 @@ def test_bytes_scales_and_means(shape, options, rotate, codec):
     x = (torch.randn(shape) * 3 + torch.randn(shape[0], shape[1], 1, shape[3]) * 10).bfloat16()
     check(x, **options, rotate=rotate, codec=codec)
     check(x.transpose(1, 2).contiguous().transpose(1, 2), **options, rotate=rotate, codec=codec)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotary", [64, 32])
-@pytest.mark.parametrize(("rotate", "codec"), [(False, E4M3), (True, INT8), (True, E4M3)], ids=str)
-def test_with_rope(rotary, interleaved, rotate, codec):
-    torch.manual_seed(0)
-    x, angle = torch.randn(2, 2, 21, 64).half(), torch.randn(2, 21, rotary // 2)
-    for means in (False, True):
-        check(x, means=means, rope=Rope(angle.cos(), angle.sin(), interleaved), rotate=rotate, codec=codec)
 
 
 def test_what_is_not_finite_influences_nothing_else():

@@ -16,7 +16,7 @@ from fp8attn.formats import rotation
 from fp8attn.formats.codec import CODECS, E4M3, FP8, KeyDtype
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
-from fp8attn.formats.rope import Rope
+from fp8attn.formats.rope import DenseRope, Rope
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 
@@ -124,19 +124,15 @@ APPEND_FACTORS = {
     "heads": [1, 3],
     "lengths": [[0, 0, 0], [5, 127, 0], [128, 100, 250], [17, 1, 128]],  # tokens there before
     "new": [[1, 1, 1], [3, 16, 0], [200, 1, 29], [128, 0, 140]],
-    "rotary": [0, 16, 40, "all"],
-    "interleaved": [False, True],
     "static": [False, True],
     "strided": [False, True],
     "grow": [False, True],  # the new tokens are far larger than the old
-    "group": [0, 1, 4],  # query heads a KV head; 0: no Q
     "key_dtype": list(CODECS),
     "rotate": [True, False],
     "mean": [0.0, 0.5],
 }
 _EDGE = {
-    "head_dim": 64, "dtype": torch.bfloat16, "heads": 1, "rotary": "all", "interleaved": False, "strided": False, "group": 1,
-    "key_dtype": "int8", "rotate": True, "mean": 0.5,
+    "head_dim": 64, "dtype": torch.bfloat16, "heads": 1, "strided": False, "key_dtype": "int8", "rotate": True, "mean": 0.5,
 }  # fmt: skip
 APPEND_EDGES = {
     "a step across pages": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False},
@@ -153,13 +149,13 @@ _WIDE = _EDGE | {"head_dim": 512, "grow": True, "static": False}
 APPEND_WIDE = {  # head_dim 512, whose pages are written in parts
     "a step": _WIDE | {"lengths": [127, 5, 0], "new": [3, 16, 0]},
     "prompts": _WIDE | {"lengths": [5, 127, 0], "new": [200, 1, 29]},
-    "a part of the channels in RoPE, e4m3": _WIDE | {"lengths": [100, 0], "new": [30, 130], "rotary": 40, "key_dtype": "e4m3"},
-    "static, neighbors in RoPE": _WIDE | {"lengths": [17, 0], "new": [120, 90], "static": True, "strided": True, "interleaved": True},
+    "e4m3": _WIDE | {"lengths": [100, 0], "new": [30, 130], "key_dtype": "e4m3"},
+    "static": _WIDE | {"lengths": [17, 0], "new": [120, 90], "static": True, "strided": True},
 }
 
 
 def check_append(append, case: dict, device="cpu") -> None:
-    """The kernel's bytes, scales, lengths and rotated Q are the reference's, on every token written; V's tail is finite."""
+    """The kernel's bytes, scales and lengths are the reference's, on every token written; V's tail is finite."""
     heads, head_dim, dtype, lengths, new = (case[name] for name in ("heads", "head_dim", "dtype", "lengths", "new"))
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
     expected = empty_cache(totals, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"])
@@ -183,31 +179,17 @@ def check_append(append, case: dict, device="cpu") -> None:
     if case["strided"]:  # as cut out of a fused projection
         fused = torch.cat([v, k, v], -1)
         k, v = fused[..., head_dim : 2 * head_dim], fused[..., 2 * head_dim :]
-    rotary = min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
-    rope = None
-    if rotary:
-        angle = torch.randn(tokens, rotary // 2, device=device) * 10
-        rope = Rope(angle.cos().to(dtype), angle.sin(), case["interleaved"])
     cu = None if len(set(new)) == 1 else cumulative(new, device)
-    q = None
-    if rotary and case["group"]:
-        q = random_tokens(tokens, heads * case["group"], head_dim, dtype, device)
-        q[torch.rand(q.shape, device=device) < 0.001] = torch.nan
-        q = torch.cat([q, q], -1)[..., :head_dim] if case["strided"] else q
-    how = Append(cu, max(new), rope, case["static"])
+    how = Append(cu, max(new), case["static"])
     actual = clone(expected)
     expected_overflows, overflows = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
-    expected_q, actual_q = (None if q is None else torch.full(q.shape, torch.inf, dtype=dtype, device=device) for _ in range(2))
     uncounted = clone(expected)
-    reference.append(expected, k, v, how._replace(overflows=expected_overflows), q, expected_q)
-    append(actual, k, v, how._replace(overflows=overflows), q, actual_q)
+    reference.append(expected, k, v, how._replace(overflows=expected_overflows))
+    append(actual, k, v, how._replace(overflows=overflows))
     assert overflows.tolist() == expected_overflows.tolist()
-    append(uncounted, k, v, how, q, actual_q)
+    append(uncounted, k, v, how)
     assert torch.equal(uncounted.pool, actual.pool), "counting changes bytes"
     assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
-    if q is not None:
-        assert torch.equal(actual_q.isnan(), expected_q.isnan())
-        assert torch.equal(actual_q.nan_to_num(), expected_q.nan_to_num())
     for seq, total in enumerate(totals):
         ids = actual.page_table[seq, : -(-total // PAGE_SIZE)].long()
         for name, unpack in (("k", unpack_k), ("v", unpack_v)):
@@ -284,7 +266,7 @@ QUANTIZE_FACTORS = {
 
 
 def check_from_dense(from_dense, case: dict, device="cpu") -> None:
-    """The kernel's pages are the reference's, the headers' zeros and V's tail too."""
+    """The kernel's pages are the reference's, the headers' zeros and V's tail too, and so are queries after RoPE."""
     (batch, heads, length), head_dim, dtype = case["shape"], case["head_dim"], case["dtype"]
     given_bytes = dtype == FP8
     k, v = (random_tokens(batch * length, heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, length)) for _ in "kv")
@@ -293,14 +275,21 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     if not case["transposed"]:
         k, v = k.contiguous(), v.contiguous()
     rotary = 0 if given_bytes else min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
-    angle = torch.randn(batch, length, rotary // 2, device=device) * 10
+    # More queries than keys, some of which the same program has, in another order of memory, with other angles.
+    q = random_tokens(batch * 270, 3 * heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, 270)).to(dtype).transpose(1, 2)
+    q = q.contiguous() if case["transposed"] else q
+    angles = (torch.randn(batch, count, half, device=device) * 10 for count, half in ((length, rotary // 2), (270, head_dim // 2)))
     k_mean, v_mean = (
         torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
     )
-    rope = Rope(angle.cos(), angle.sin(), case["interleaved"]) if rotary else None
+    tables = [Rope(angle.cos(), angle.sin(), case["interleaved"]) for angle in angles]
+    ropes = [DenseRope(*tables, q, torch.empty_like(q)) if rotary else None for _ in range(2)]
     codec = E4M3 if given_bytes else CODECS[case["key_dtype"]]
     form = KVFormat(head_dim, codec, E4M3, case["rotate"] and not given_bytes, k_mean, v_mean)
-    actual, expected = from_dense(k, v, form, rope), reference.from_dense(k, v, form, rope)
+    actual, expected = from_dense(k, v, form, ropes[0]), reference.from_dense(k, v, form, ropes[1])
+    if rotary:
+        outs = torch.stack([rope.out for rope in ropes])
+        assert torch.equal(*outs.isnan()) and torch.equal(*outs.nan_to_num()) and outs.isfinite().any()
     assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
     assert actual.format is expected.format is form
     assert torch.equal(actual.nan_in_k, expected.nan_in_k)

@@ -9,12 +9,11 @@ import torch
 
 from ..formats.codec import FP8
 from ..formats.kv_format import KVFormat
-from ..formats.rope import Rope, with_tables
+from ..formats.rope import DenseRope
 from ..pages import KVPages
 from ..params import Append, AttentionParams, BackendName
 
 Attention = Callable[[torch.Tensor, KVPages, AttentionParams, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
-ApplyRope = Callable[[torch.Tensor, Rope], torch.Tensor]
 
 
 class Backend(Protocol):
@@ -29,23 +28,14 @@ class Backend(Protocol):
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why the backend cannot serve `dtype` inputs of `head_dim` on `device`; None if it can."""
 
-    def append(
-        self,
-        pages: KVPages,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        how: Append,
-        q: torch.Tensor | None = None,
-        q_out: torch.Tensor | None = None,
-    ) -> None:
-        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences, and Q after RoPE to `q_out`."""
+    def append(self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences."""
 
-    def from_dense(self, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: Rope | None) -> KVPages:
-        """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one."""
-        ...
+    def from_dense(self, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope | None = None) -> KVPages:
+        """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one.
 
-    def rope(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """RoPE on a dense `[B, H, S, D]` with tables `[B, S, R / 2]`."""
+        With `rope`, which E4M3 inputs do not have, K is rotated in FP32 before it is rounded, and the queries are written to `rope.out`.
+        """
         ...
 
     def attention(
@@ -55,8 +45,7 @@ class Backend(Protocol):
         unspecified.
 
         `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
-        any strides, with RoPE tables `[num_seqs, S, R / 2]`, and the result has the memory order of q. They may be E4M3, without RoPE; the
-        result is then bfloat16.
+        any strides, and the result has the memory order of q. They may be E4M3; the result is then bfloat16.
 
         `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written before that launch: a
         kernel may then begin before the pages are written, and needs neither their table nor lengths. 0: nothing is known of them.
@@ -69,25 +58,12 @@ def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor,
     return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
 
 
-def rotated(apply_rope: ApplyRope, q: torch.Tensor, params: AttentionParams) -> tuple[torch.Tensor, AttentionParams]:
-    """Apply RoPE to queries in a separate launch, for kernels that do not apply it. Returns the queries and the options without RoPE."""
-    rope = params.rope
-    assert rope is not None
-    if q.dim() == 4:
-        q = apply_rope(q.transpose(1, 2), rope).transpose(1, 2)
-    else:
-        q = apply_rope(q.transpose(0, 1)[None], with_tables(rope, lambda x: x[None]))[0].transpose(0, 1)
-    return q, params._replace(rope=None)
-
-
 def attend_tokens(
-    kernel: Attention, apply_rope: ApplyRope, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None
+    kernel: Attention, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]`, has no RoPE and always returns an LSE."""
+    """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]` and always returns an LSE."""
     if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
         return empty_rows(q, out)
-    if params.rope is not None:
-        q, params = rotated(apply_rope, q, params)
     if q.dim() == 3:
         return kernel(q, pages, params, out)
     q = q.to(torch.bfloat16) if q.dtype == FP8 else q

@@ -6,7 +6,6 @@ import torch
 
 from .. import reference
 from ..formats.codec import E4M3
-from ..formats.rope import Rope
 from ..kernels import fa3
 
 
@@ -21,13 +20,13 @@ class FlashAttention3:
         return fa3.unsupported_reason(device, dtype)
 
     def quantize_rows(
-        self, x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int
+        self, x: torch.Tensor, *, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The E4M3 codes, scales and means of a dense `[B, H, S, D]`, in x's memory order."""
         quantize = reference.quantize_rows
         if not x.is_cpu:
             from ..kernels.quantize_rows import quantize_rows as quantize
-        return quantize(x, rope=rope, rotate_keys=rotate_keys, subtract_mean=subtract_mean, heads_per_scale=heads_per_scale, codec=E4M3)
+        return quantize(x, rotate_keys=rotate_keys, subtract_mean=subtract_mean, heads_per_scale=heads_per_scale, codec=E4M3)
 
     def attention(
         self,

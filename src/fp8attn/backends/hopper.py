@@ -14,7 +14,7 @@ from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
-from .base import attend_tokens, empty_rows, rotated
+from .base import attend_tokens, empty_rows
 from .writer import Writer
 
 
@@ -48,16 +48,11 @@ class Hopper(Writer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         invariant = params.batch_invariant
         if not invariant and params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
-            return attend_tokens(self._decode.decode_attention, self.rope, q, pages, params, out)
+            return attend_tokens(self._decode.decode_attention, q, pages, params, out)
         if not pages.page_table.shape[0] or not params.max_seqlen_q:  # no sequence has a query
             return empty_rows(q, out)
         if invariant and q.dim() == 3 and self._prefill.packs(params):
-            if params.rope is not None:
-                q, params = rotated(self.rope, q, params)
             return self._prefill.packed_attention(q, pages, params, out)
-        if params.rope is not None and not self._prefill.takes_rope(params.rope):
-            q, params = rotated(self.rope, q, params)
-            new_keys = 0  # the launch before writes queries
         return self._prefill.prefill_attention(q, pages, params, out, new_keys)
 
 

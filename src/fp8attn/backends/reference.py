@@ -16,7 +16,6 @@ class Reference:
     name: BackendName = "reference"
     append = staticmethod(reference.append)
     from_dense = staticmethod(reference.from_dense)
-    rope = staticmethod(reference.rope_dense)
 
     @staticmethod
     def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -27,4 +26,4 @@ class Reference:
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend_tokens(reference.attention, self.rope, q, pages, params, out)
+        return attend_tokens(reference.attention, q, pages, params, out)

@@ -45,4 +45,4 @@ class Triton(Writer):
                 "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another batch. Pass "
                 "backend='reference', or run on a Hopper GPU, whose kernels take a head_dim of up to 256"
             )
-        return attend_tokens(self._kernel, self.rope, q, pages, params, out)
+        return attend_tokens(self._kernel, q, pages, params, out)

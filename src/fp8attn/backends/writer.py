@@ -7,8 +7,7 @@ class Writer:
     """The methods that write pages, with the same kernels on every GPU."""
 
     def __init__(self) -> None:
-        from ..kernels.append import append, from_dense, rope_dense
+        from ..kernels.append import append, from_dense
 
         self.append = append
         self.from_dense = from_dense
-        self.rope = rope_dense

@@ -64,10 +64,10 @@ class Ahead:
         self._steps: set[tuple] = set()
         self._name: BackendName = REFERENCE  # the resolved backend
 
-    def begin(self, cache: Cache, name: BackendName, dtype: torch.dtype, step: Step, rope: bool) -> None:
+    def begin(self, cache: Cache, name: BackendName, dtype: torch.dtype, step: Step) -> None:
         """Before the first append of a step: prepare this step of all layers, and a decode step after it."""
         held = 0 if step.longest <= FEW else _columns(cache, step).bit_length()
-        key = dtype, cache.num_seqs, step.longest, held, step.cu_seqlens is None, step.begins, rope
+        key = dtype, cache.num_seqs, step.longest, held, step.cu_seqlens is None, step.begins
         if key in self._steps or name == REFERENCE or not step.longest or dtype not in _NAMES:  # traced, it may be any
             return
         self._steps.add(key)
@@ -76,8 +76,7 @@ class Ahead:
         for layer in cache.kernel_layers(name, _NAMES[dtype]):
             for attention in self.attention:
                 found += _attend(layer, cache, step, attention)
-            if not rope:
-                found += _append(layer, step)
+            found += _append(layer, step)
         first.prepare(cache.device, found)
 
     def attend(self, cache: Cache, index: int, q: torch.Tensor, step: Step, attention: Attention) -> None:

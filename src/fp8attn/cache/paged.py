@@ -11,7 +11,6 @@ import torch
 
 from .. import ops
 from ..checks import check_is_tensor, is_whole
-from ..formats.rope import Rope, rope_of, with_tables
 from ..pages import KVPages
 from ..params import Append, BackendName, options_of
 from . import storage
@@ -66,12 +65,8 @@ class PagedKVCache(Sequences):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
-        q: torch.Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        rope_cos: torch.Tensor | None = None,
-        rope_sin: torch.Tensor | None = None,
-        rope_interleaved: bool = False,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Quantize one layer's new tokens and write them at the ends of their sequences.
 
         All layers append the same tokens, one layer after another, before a layer appends the next tokens. If it raises, this layer has
@@ -79,12 +74,8 @@ class PagedKVCache(Sequences):
 
         Args:
             layer: the layer's number.
-            k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence.
-            q: `[T, num_q_heads, head_dim]`, the queries of the same tokens, to apply RoPE to.
+            k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE.
             lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for each.
-            rope_cos, rope_sin, rope_interleaved: RoPE for K and Q, as `fp8attn.append` takes them.
-        Returns:
-            The queries after RoPE, in q's shape and dtype; None without `q`.
         Raises:
             ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
             OutOfPagesError: the pool has a fixed size and is too small.
@@ -94,32 +85,28 @@ class PagedKVCache(Sequences):
         static_scales = self._layer(layer).scales is not None
         overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
         if torch.compiler.is_compiling():
-            return self._trace_append(
-                layer, k, v, lengths, q=q, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-                static_scales=static_scales, overflows=overflows, backend=self.backend,
-            )  # fmt: skip
-        rope = rope_of(rope_cos, rope_sin, rope_interleaved)
-        name = ops.check_append(self, k, v, q, rope, self.backend)
+            self._trace_append(layer, k, v, lengths, static_scales=static_scales, overflows=overflows, backend=self.backend)
+            return
+        name = ops.check_append(self, k, v, self.backend)
         step = self._join(layer, k.shape[0], lengths)
         try:
             if not step.pages:
-                self.ahead.begin(self, name, k.dtype, step, rope is not None)
+                self.ahead.begin(self, name, k.dtype, step)
             # In a step that begins the pages, the lengths count its tokens already.
-            how = Append(step.cu_seqlens, step.longest, rope, static_scales, advance=not step.begins, overflows=overflows)
+            how = Append(step.cu_seqlens, step.longest, static_scales, advance=not step.begins, overflows=overflows)
             if step.begins and how.is_plain:
-                rotated = self._begin(name, layer, k, v, q, step.longest, rope)
+                self._begin(name, layer, k, v, step.longest)
                 pages = self._layer_pages(layer)
             else:
                 pages = self._pages[layer] or self._layer_pages(layer)
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                rotated = ops.run_append(name, pages, k, v, how, q)
+                ops.run_append(name, pages, k, v, how)
         except BaseException:
             if not step.pages:  # no layer has the tokens
                 self._abandon(step)
             raise
         step.pages[layer] = pages
-        return rotated
 
     def appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
@@ -139,7 +126,6 @@ class PagedKVCache(Sequences):
     def attention(
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
         return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
     ) -> torch.Tensor: ...  # fmt: skip
 
@@ -147,7 +133,6 @@ class PagedKVCache(Sequences):
     def attention(
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
         return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -155,7 +140,6 @@ class PagedKVCache(Sequences):
     def attention(
         self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
         softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        rope_cos: torch.Tensor | None = ..., rope_sin: torch.Tensor | None = ..., rope_interleaved: bool = ...,
         return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
@@ -170,9 +154,6 @@ class PagedKVCache(Sequences):
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         leftpad_k: torch.Tensor | None = None,
-        rope_cos: torch.Tensor | None = None,
-        rope_sin: torch.Tensor | None = None,
-        rope_interleaved: bool = False,
         return_lse: bool = False,
         exact: bool = False,
         batch_invariant: bool = False,
@@ -184,9 +165,8 @@ class PagedKVCache(Sequences):
         Args:
             layer: the layer's number.
             q: `[T, num_q_heads, head_dim]`, the queries of the T tokens that the layer appended last, in the same order.
-            causal, softmax_scale, window, softcap, sinks, leftpad_k, rope_cos, rope_sin, rope_interleaved, return_lse, exact,
-                batch_invariant: as `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means
-                that one.
+            causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant: as `fp8attn.attention` takes
+                them. In a cache with a window, `window` is at most that one, and None means that one.
         Returns:
             `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]` float32.
         Raises:
@@ -215,8 +195,8 @@ class PagedKVCache(Sequences):
                 self.ahead.attend(self, layer, q, step, Attention(q.shape[1], options, causal, leftpad_k is not None))
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
-            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, rope_cos=rope_cos, rope_sin=rope_sin, rope_interleaved=rope_interleaved,
-            return_lse=return_lse, exact=exact, batch_invariant=batch_invariant, backend=self.backend,
+            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant,
+            backend=self.backend,
         )  # fmt: skip
 
     # Files
@@ -320,23 +300,13 @@ class PagedKVCache(Sequences):
         return new
 
     @lasting
-    def _begin(
-        self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, length: int, rope: Rope | None
-    ) -> torch.Tensor | None:
+    def _begin(self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
         """The first append of a layer without pages, with the resolved backend `name`."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        if rope is not None:
-            rope = with_tables(rope, lambda x: x.unflatten(0, (-1, length)))
-        self.layers[layer].pool = ops.run_from_dense(name, k, v, self.layers[layer].format, rope).pool
+        self.layers[layer].pool = ops.run_from_dense(name, k, v, self.layers[layer].format).pool
         self._pages[layer] = None
-        if q is None or rope is None:  # queries have tables
-            return None
-        q = q.unflatten(0, (-1, length)).transpose(1, 2)
-        return ops.run_rope(name, q, rope).transpose(1, 2).flatten(0, 1)
 
-    def _trace_append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, **options: Any
-    ) -> torch.Tensor | None:  # fmt: skip
+    def _trace_append(self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, **options: Any) -> None:
         """`append` in compiled code. It is work of the device only, so it compiles once."""
         if self._static is None or lengths is not None:
             raise RuntimeError(
@@ -346,4 +316,4 @@ class PagedKVCache(Sequences):
         if layer == 0:  # all layers have the same lengths
             self._static.assert_fits(self.table.cache_seqlens[0], k.shape[0] // self.num_seqs)
         self._static.counted, self._step = False, None
-        return ops.append(self._layer_pages(layer), k, v, **options)
+        ops.append(self._layer_pages(layer), k, v, **options)

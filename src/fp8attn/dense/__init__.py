@@ -4,7 +4,6 @@
 |---|---|
 | `sdpa.py` | `scaled_dot_product_attention` of 16-bit tensors, with and without RoPE; `fallback_reason` |
 | `quantized.py` | `scaled_dot_product_attention_quantized` on operands that are FP8 already |
-| `rope.py` | RoPE |
 | `strategies.py` | how both are computed: over pages, or over rows by FlashAttention-3 |
 """
 

@@ -102,7 +102,7 @@ def _attend(
         return _empty_out(query, key, value).zero_()
     size = padded_size(query.shape[3], value.shape[3])
     q, k, v = (padded(x, size) for x in (query, key, value))
-    out = fp8_strategy(backend, k, v, q_descale, k_descale, v_descale, scale)(q, None, is_causal)
+    out = fp8_strategy(backend, k, v, q_descale, k_descale, v_descale, scale)(q, is_causal)
     return out if q is query and value.shape[3] == size else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
 
 

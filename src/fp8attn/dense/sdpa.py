@@ -21,7 +21,7 @@ from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import NARROW_HEAD_DIMS
-from ..formats.rope import NO_ROPE, Rope, dense_rope, rope_of, with_tables
+from ..formats.rope import DenseRope, Rope, dense_rope, rope_of
 from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
 from .strategies import padded, padded_size, strategy
@@ -202,8 +202,8 @@ def rope_scaled_dot_product_attention(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` with RoPE (`rope.apply_rope`) on queries and keys.
 
-    Keys are rounded once, after RoPE, when they are quantized. Queries are first rounded to their dtype after RoPE, as if the caller had
-    applied RoPE.
+    The launch that quantizes K and V applies it. Keys are rounded once, after RoPE. Queries are first rounded to their dtype after RoPE, as
+    if the caller had applied RoPE. (`"fa3"` rounds keys to their dtype, too, and applies RoPE in torch.)
 
     Args:
         query, key, value: `[B, H, S, D]`, as `scaled_dot_product_attention` takes them.
@@ -243,7 +243,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None,
     """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
     if unobserved(q):
         return attend_dense(q, k, v, q_rope, k_rope, *options)
-    (q_cos, q_sin, interleaved), (k_cos, k_sin, _) = q_rope or NO_ROPE, k_rope or NO_ROPE
+    (q_cos, q_sin, interleaved), (k_cos, k_sin, _) = q_rope or (None, None, False), k_rope or (None, None, False)
     return torch.ops.fp8attn.sdpa(q, k, v, q_cos, q_sin, k_cos, k_sin, interleaved, *options)
 
 
@@ -256,19 +256,23 @@ def attend_dense(
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if is_causal and q_len < kv_len:  # no query sees the keys after these
         kv_len = q_len
-        k, v, k_rope = k[:, :, :q_len], v[:, :, :q_len], _rows(k_rope, slice(q_len))
+        k, v = k[:, :, :q_len], v[:, :, :q_len]
+        if k_rope is not None:
+            k_rope = Rope(k_rope.cos[:, :q_len], k_rope.sin[:, :q_len], k_rope.interleaved)
     size = padded_size(head_dim, v_dim)
     if not head_dim == v_dim == size:
         q, k, v = padded(q, size), padded(k, size), padded(v, size)
-    if backend != "fa3" and q_rope is None and k_rope is None and q.is_cuda:
+    if backend != "fa3" and q_rope is None and q.is_cuda:
         _prepare(q.device, q.dtype, backend, q.shape, k.shape[1], kv_len, is_causal, key_dtype, rotate_keys)
-    attend = strategy(backend, k, v, k_rope, scale, KVFormat.of(size, key_dtype, rotate_keys))
+    rope = None if q_rope is None or k_rope is None else DenseRope(k_rope, q_rope, q, torch.empty_like(q))
+    attend = strategy(backend, k, v, scale, KVFormat.of(size, key_dtype, rotate_keys), rope)
+    q = q if rope is None else rope.out
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
         for rows, causal in ((slice(kv_len), True), (slice(kv_len, None), False)):
-            out[:, :, rows] = attend(q[:, :, rows], _rows(q_rope, rows), causal)
+            out[:, :, rows] = attend(q[:, :, rows], causal)
     else:
-        out = attend(q, q_rope, is_causal)
+        out = attend(q, is_causal)
     return out if v_dim == size else out[..., :v_dim].clone()
 
 
@@ -287,10 +291,6 @@ def _prepare(
     )  # fmt: skip
     attend = partial(calls.attend_new, layer, batch, min(q_len, kv_len) if is_causal else q_len, is_causal, kv_len)
     first.prepare(device, [attend, partial(calls.quantize, layer, kv_len)])
-
-
-def _rows(rope: Rope | None, rows: slice) -> Rope | None:
-    return rope and with_tables(rope, lambda x: x[:, rows])
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:

@@ -15,36 +15,36 @@ from ..backends import Backend, find, load_fa3
 from ..formats.codec import E4M3, FP8
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import NARROW_HEAD_DIMS
-from ..formats.rope import Rope
+from ..formats.rope import DenseRope, apply_rope
 from ..pages import KVPages
 from ..params import AttentionParams, DenseBackendName
 
-Attend = Callable[[torch.Tensor, Rope | None, bool], torch.Tensor]  # from queries, their `dense_rope` and whether attention is causal
+Attend = Callable[[torch.Tensor, bool], torch.Tensor]  # from queries and whether attention is causal
 Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
 def strategy(
-    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, form: KVFormat
+    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, form: KVFormat, rope: DenseRope | None
 ) -> Attend:
-    """Attention over 16-bit K and V, which are quantized here."""
+    """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are `rope.out`."""
     if backend == "fa3":
-        return _quantized_rows(k, v, k_rope, softmax_scale, form.rotate)
+        return _quantized_rows(k, v, softmax_scale, form.rotate, rope)
     paged = find(backend, k.device, k.dtype, k.shape[3])
-    pages = paged.from_dense(k, v, form, k_rope)
-    return _over_pages(paged, pages, softmax_scale, k.shape[2])
+    pages = paged.from_dense(k, v, form, rope)
+    return _over_pages(paged, pages, softmax_scale, k.shape[2] if rope is None else 0)  # the launch before attention writes `rope.out`
 
 
 def fp8_strategy(
     backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
 ) -> Attend:
-    """Attention of E4M3 queries over E4M3 K and V, without RoPE. The output is BF16."""
+    """Attention of E4M3 queries over E4M3 K and V. The output is BF16."""
     if backend == "fa3":
         fa3 = load_fa3(k.device, torch.bfloat16)
-        return lambda q, rope, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
+        return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
     paged = find(backend, k.device, torch.bfloat16, k.shape[3])
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
-    pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False), None)
+    pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False))
     batch = len(k)
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
@@ -61,30 +61,32 @@ def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
 
 
 def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys: int = 0) -> Attend:
-    def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
-        params = AttentionParams(None, q.shape[2], causal, softmax_scale, rope=rope)
+    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
+        params = AttentionParams(None, q.shape[2], causal, softmax_scale)
         out, _ = backend.attention(q.transpose(1, 2), pages, params, new_keys=new_keys)
         return out.transpose(1, 2)
 
     return attend
 
 
-def _quantized_rows(k: torch.Tensor, v: torch.Tensor, k_rope: Rope | None, softmax_scale: float, rotate_keys: bool) -> Attend:
+def _quantized_rows(k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rotate_keys: bool, rope: DenseRope | None) -> Attend:
     """Attention by FlashAttention-3 over K and V that are quantized here, without their means.
 
     Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
     shifts all scores of a query by the same number, which cancels in the softmax.
     """
     fa3 = load_fa3(k.device, k.dtype)
-    k, k_scale, _ = fa3.quantize_rows(k, rope=k_rope, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1)
-    v, v_scale, v_mean = fa3.quantize_rows(v, rope=None, rotate_keys=False, subtract_mean=True, heads_per_scale=1)
+    if rope is not None:  # in torch, and K is rounded to its dtype
+        (cos, sin, interleaved), (q_cos, q_sin, _) = rope.k, rope.q
+        k = apply_rope(k, cos[:, None], sin[:, None], interleaved=interleaved)
+        rope.out.copy_(apply_rope(rope.queries, q_cos[:, None], q_sin[:, None], interleaved=interleaved))
+    k, k_scale, _ = fa3.quantize_rows(k, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1)
+    v, v_scale, v_mean = fa3.quantize_rows(v, rotate_keys=False, subtract_mean=True, heads_per_scale=1)
     assert v_mean is not None
 
-    def attend(q: torch.Tensor, rope: Rope | None, causal: bool) -> torch.Tensor:
+    def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
-        if rope is not None:
-            q = find("auto", q.device, q.dtype, q.shape[3]).rope(q, rope)
-        q_fp8, q_scale, _ = fa3.quantize_rows(q, rope=None, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
+        q_fp8, q_scale, _ = fa3.quantize_rows(q, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
         out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
         return out.to(q.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from ..checks import check_is_tensor
 
 
 class Rope(NamedTuple):
-    """RoPE of tokens: a table of angles, and which channels are pairs.
+    """RoPE of a dense `[B, H, S, D]`: a table of angles, and which channels are pairs.
 
     Attributes:
-        cos, sin: `[T, R / 2]`, one row for each token; `[B, S, R / 2]` for dense tensors `[B, H, S, D]`. `R <= D` channels are rotated.
+        cos, sin: `[B, S, R / 2]`, one row for each token. `R <= D` channels are rotated.
         interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
     """
 
@@ -23,7 +22,43 @@ class Rope(NamedTuple):
     interleaved: bool = False
 
 
-NO_ROPE = None, None, False  # the arguments of a torch op without RoPE
+class DenseRope(NamedTuple):
+    """RoPE of the keys and queries of a dense call, which is applied while K and V are quantized.
+
+    Attributes:
+        k, q: the tables of K and of Q.
+        queries: `[B, Hq, L, D]`, the last dimension contiguous.
+        out: the queries after RoPE are written here, in their shape and dtype. The last dimension is contiguous.
+    """
+
+    k: Rope
+    q: Rope
+    queries: torch.Tensor
+    out: torch.Tensor
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first `R` of `D` channels: `(a, b) -> (a cos - b sin, b cos + a sin)`, in FP32.
+
+    Args:
+        x: `[..., S, D]`, any floating dtype. Of packed tokens `[T, H, D]` pass `x.transpose(0, 1)`.
+        cos, sin: `[S, R / 2]`, or with more dimensions in front that broadcast to those of x. Tables that repeat each angle, as those of
+            transformers do, must be cut to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
+        interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
+    Returns:
+        `[..., S, D]` in the dtype of x.
+    Raises:
+        ValueError: the tables have different shapes or more than D / 2 columns.
+    """
+    half = cos.shape[-1]
+    if cos.shape != sin.shape or 2 * half > x.shape[-1]:
+        raise ValueError(f"cos and sin must both be [..., S, R/2] with R <= {x.shape[-1]}; got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    cos, sin = cos.float(), sin.float()
+    y = x[..., : 2 * half].float()
+    a, b = (y[..., ::2], y[..., 1::2]) if interleaved else (y[..., :half], y[..., half:])
+    pairs = a * cos - b * sin, b * cos + a * sin
+    y = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat([y.to(x.dtype), x[..., 2 * half :]], -1)
 
 
 def rope_of(cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool, prefix: str = "") -> Rope | None:
@@ -39,71 +74,26 @@ def rope_of(cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: boo
         missing = f"{prefix}rope_{'cos' if cos is None else 'sin'}"
         raise ValueError(f"give {prefix}rope_cos and {prefix}rope_sin together, or neither; {missing} is None")
     if not (isinstance(cos, torch.Tensor) and isinstance(sin, torch.Tensor)):
-        check_is_tensor(cos, f"{prefix}rope_cos", "[T, R / 2]")
-        check_is_tensor(sin, f"{prefix}rope_sin", "[T, R / 2]")
+        check_is_tensor(cos, f"{prefix}rope_cos", "[S, R / 2]")
+        check_is_tensor(sin, f"{prefix}rope_sin", "[S, R / 2]")
     return Rope(cos, sin, interleaved)
-
-
-def with_tables(rope: Rope, change: Callable[[torch.Tensor], torch.Tensor]) -> Rope:
-    """RoPE with other views of both tables."""
-    return Rope(change(rope.cos), change(rope.sin), rope.interleaved)
-
-
-def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate the first `R` of `D` channels: `(a, b) -> (a cos - b sin, b cos + a sin)`.
-
-    Args:
-        x: `[T, H, D]`, any floating dtype.
-        rope: tables `[T, R / 2]`.
-    Returns:
-        FP32 `[T, H, D]`.
-    Raises:
-        ValueError: the tables do not fit `x`.
-    """
-    check_rope(x, rope)
-    half = rope.cos.shape[-1]
-    cos, sin = rope.cos.float()[:, None], rope.sin.float()[:, None]
-    out = x.float().clone()
-    if rope.interleaved:
-        a, b = out[..., 0 : 2 * half : 2].clone(), out[..., 1 : 2 * half : 2].clone()
-        out[..., 0 : 2 * half : 2], out[..., 1 : 2 * half : 2] = a * cos - b * sin, b * cos + a * sin
-    else:
-        a, b = out[..., :half].clone(), out[..., half : 2 * half].clone()
-        out[..., :half], out[..., half : 2 * half] = a * cos - b * sin, b * cos + a * sin
-    return out
-
-
-def check_rope(x: torch.Tensor, rope: Rope) -> None:
-    """Raise ValueError unless the tables have the shapes that `apply_rope` takes with `x`."""
-    cos, sin, _ = rope
-    if cos.shape != sin.shape or cos.shape[:-1] != x.shape[:1] or 2 * cos.shape[-1] > x.shape[-1]:
-        raise ValueError(
-            f"cos and sin must both be [T, R/2] with T = {x.shape[0]} and R <= {x.shape[-1]}; got {tuple(cos.shape)}, {tuple(sin.shape)}"
-            " (tables that repeat each angle twice, as transformers' do, must be cut to their first half)"
-        )
-    check_device(x, rope)
-
-
-def check_device(x: torch.Tensor, rope: Rope) -> None:
-    """Raise ValueError unless the tables are on the device of `x`. A kernel takes addresses, and would read invalid memory."""
-    if rope.cos.device != x.device or rope.sin.device != x.device:
-        raise ValueError(f"rotary tables are on {rope.cos.device} and {rope.sin.device}, and x is on {x.device}; move them there")
 
 
 def dense_rope(x: torch.Tensor, rope: Rope) -> Rope:
     """RoPE of a dense `x [B, H, S, D]` with tables as views `[B, S, R / 2]`, the form that kernels take.
 
     Args:
-        rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. The last dimension is contiguous. W is R / 2, one angle for each
+        rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. W is R / 2, one angle for each
             pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels of its pair (the
             second half repeats the first, or neighbors are equal if interleaved). If R is at most half of head_dim, the caller must cut
             repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
     Raises:
-        ValueError: another shape, stride or device.
+        ValueError: another shape or device.
     """
-    check_device(x, rope)
     batch, _, length, head_dim = x.shape
     cos, sin, interleaved = rope
+    if cos.device != x.device or sin.device != x.device:  # a kernel takes addresses, and would read invalid memory
+        raise ValueError(f"rotary tables are on {cos.device} and {sin.device}, and x is on {x.device}; move them there")
     shapes = tuple(cos.shape), tuple(sin.shape)
     width = cos.shape[-1]
     if cos.dim() == 4 and cos.shape[1] == 1 and sin.dim() == 4:

@@ -44,8 +44,6 @@ ARRIVE = gl.constexpr("""{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %lane
 INIT = gl.constexpr("""{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
 @first mbarrier.init.shared.b64 [$1], $2; mov.b32 $0, 0; }""")
 LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
-ROTATE_PAIR = gl.constexpr("""{ .reg .f32 x, y; mul.rn.f32 x, $2, $4; mul.rn.f32 y, $3, $5; sub.rn.f32 $0, x, y;
-mul.rn.f32 x, $3, $4; mul.rn.f32 y, $2, $5; add.rn.f32 $1, x, y; }""")
 
 
 @gluon.constexpr_function
@@ -113,12 +111,6 @@ def split_to_fp8(x):
 def logistic(x):
     """1 / (1 + 2^x)"""
     return gl.inline_asm_elementwise(LOGISTIC, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def rotate_pair(a, b, cos, sin):
-    """`a cos - b sin` and `b cos + a sin`. Every product and sum is rounded, as in torch."""
-    return gl.inline_asm_elementwise(ROTATE_PAIR, "=f,=f,f,f,f,f", [a, b, cos, sin], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 
 from ..formats.codec import Codec
-from ..formats.rope import Rope
 from .codec import finite, inverse, is_native, needed_scale, to_codes
 from .launch import ConstexprFields, launch, make_constants
 from .rotation import hadamard
-from .rows import Row, load_rotated, load_rows, row_of, store_rows
+from .rows import Row, load_halves, load_rows, row_of, store_rows
 
 ELEMENTS = 2048  # that a program holds of a tensor at a time
 PARTS = 64  # of a sequence, at most
@@ -58,24 +57,16 @@ class QuantizeOptions(ConstexprFields):
 
 
 @triton.jit
-def _load_tokens(x_ptr, token, last, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS: tl.constexpr):
-    """Tokens of a head `[T, C]`, after RoPE and the rotation. Rows past the last token repeat it."""
+def _load_tokens(x_ptr, token, last, stride_t, TOKENS: tl.constexpr):
+    """Tokens of a head `[T, C]`, after the rotation. Rows past the last token repeat it."""
     ROW: tl.constexpr = TOKENS.row
-    token = tl.minimum(token, last).to(tl.int64)[:, None]
-    if ROW.rope_pairs > 0:
-        cos = cos_ptr + token * cos_stride
-        sin = sin_ptr + token * sin_stride
-    else:
-        cos = token
-        sin = token
-    x = load_rotated(x_ptr + token * stride_t, cos, sin, ROW)
+    x = load_halves(x_ptr + tl.minimum(token, last).to(tl.int64)[:, None] * stride_t, ROW)
     return hadamard(x, ROW.head_dim) if TOKENS.rotate else x
 
 
 @triton.jit(do_not_specialize=["heads", "length", "size", "parts"])
 def _statistics_kernel(
-    x_ptr, part_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, cos_stride_b, cos_stride, sin_stride_b, sin_stride,
-    heads, length, size, parts, TOKENS: tl.constexpr,
+    x_ptr, part_ptr, stride_b, stride_h, stride_t, heads, length, size, parts, TOKENS: tl.constexpr
 ):  # fmt: skip
     """`part [B * H, parts, 3, C]`: each channel's sum, largest and smallest value."""
     ROW: tl.constexpr = TOKENS.row
@@ -84,9 +75,6 @@ def _statistics_kernel(
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
     x_ptr += row // heads * stride_b + row % heads * stride_h
-    if ROW.rope_pairs > 0:
-        cos_ptr += row // heads * cos_stride_b
-        sin_ptr += row // heads * sin_stride_b
     total = tl.zeros((T, C), tl.float32)
     largest = tl.full((T, C), -_INF, tl.float32)
     smallest = tl.full((T, C), _INF, tl.float32)
@@ -94,7 +82,7 @@ def _statistics_kernel(
     end = tl.minimum(first + size, length)
     for t in range(first, end, T):
         token = t + tl.arange(0, T)
-        x = _load_tokens(x_ptr, token, end - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
+        x = _load_tokens(x_ptr, token, end - 1, stride_t, TOKENS)
         total += tl.where((token < end)[:, None], x, 0.0)
         counts = tl.abs(x) < _INF
         largest = tl.maximum(largest, tl.where(counts, x, -_INF))
@@ -138,8 +126,8 @@ def _scales_kernel(
 
 @triton.jit(do_not_specialize=["heads", "length", "heads_per_scale"])
 def _rows_kernel(
-    x_ptr, out_ptr, mean_ptr, scale_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, out_stride_b, out_stride_h, out_stride_t,
-    cos_stride_b, cos_stride, sin_stride_b, sin_stride, heads, length, heads_per_scale, OPTIONS: tl.constexpr,
+    x_ptr, out_ptr, mean_ptr, scale_ptr, stride_b, stride_h, stride_t, out_stride_b, out_stride_h, out_stride_t, heads, length,
+    heads_per_scale, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The kernel of the third launch. A program writes the codes of some tokens of a head."""
     CODEC: tl.constexpr = OPTIONS.codec
@@ -150,12 +138,9 @@ def _rows_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     batch = row // heads
     head = row % heads
-    if ROW.rope_pairs > 0:
-        cos_ptr += batch * cos_stride_b
-        sin_ptr += batch * sin_stride_b
     token = tl.program_id(0) % blocks * T + tl.arange(0, T)
     x_ptr += batch * stride_b + head * stride_h
-    x = _load_tokens(x_ptr, token, length - 1, stride_t, cos_ptr, sin_ptr, cos_stride, sin_stride, TOKENS)
+    x = _load_tokens(x_ptr, token, length - 1, stride_t, TOKENS)
     if OPTIONS.means:
         x -= load_rows(mean_ptr + row * ROW.head_dim + tl.zeros((1, 1), tl.int32), ROW)
     factor = inverse(tl.load(scale_ptr + row // heads_per_scale), CODEC)
@@ -164,12 +149,12 @@ def _rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor, *, rope: Rope | None, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
+    x: torch.Tensor, *, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """`reference.quantize_rows` with the same bits, except for the sign of NaN, and for means, which are summed in another order."""
     device = x.device
     batch, heads, length, head_dim = x.shape
-    row, angles, (cos_strides, sin_strides) = row_of(head_dim, rope)
+    row = row_of(head_dim)
     width = row.width
     tokens = ELEMENTS // width
     size = -(-length // (PARTS * tokens)) * tokens  # of a part, in tokens
@@ -178,15 +163,15 @@ def quantize_rows(
     scale = torch.empty(batch, heads // heads_per_scale, dtype=torch.float32, device=device)
     mean = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=device) if subtract_mean else None
     out = torch.empty_like(x, dtype=torch.uint8)
-    strides, angle_strides = x.stride()[:3], (*cos_strides, *sin_strides)
+    strides = x.stride()[:3]
     each, options = QuantizeTokens(row, rotate_keys, tokens), {"num_warps": 4, "enable_fp_fusion": False}
 
-    args = x, part, *angles, *strides, *angle_strides, heads, length, size, parts
+    args = x, part, *strides, heads, length, size, parts
     launch(_statistics_kernel, (parts * batch * heads,), args, make_constants("statistics", device, TOKENS=each, **options))
     args = part, mean, scale, parts, length, heads_per_scale
     constants = make_constants("scales", device, OPTIONS=ScaleOptions(head_dim, width, subtract_mean, codec), num_warps=4)
     launch(_scales_kernel, (scale.numel(),), args, constants)
-    args = x, out, mean, scale, *angles, *strides, *out.stride()[:3], *angle_strides, heads, length, heads_per_scale
+    args = x, out, mean, scale, *strides, *out.stride()[:3], heads, length, heads_per_scale
     constants = make_constants("rows", device, OPTIONS=QuantizeOptions(each, subtract_mean, codec, is_native(device)), **options)
     launch(_rows_kernel, (-(-length // tokens) * batch * heads,), args, constants)
     return out.view(codec.dtype), scale, mean

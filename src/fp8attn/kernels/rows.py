@@ -1,7 +1,7 @@
-"""Rows of channels in Triton kernels: loaded in FP32, with RoPE, and stored.
+"""Rows of channels in Triton kernels: loaded in FP32, with or without RoPE, and stored.
 
-A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. If RoPE rotates all channels of a row, both
-halves are loaded separately. Then the two channels of a pair are in one thread, and so are those of the last step of `hadamard`.
+A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. Without padding, `load_halves` loads both
+halves separately. Then the two channels of a pair of RoPE are in one thread, and so are those of the last step of `hadamard`.
 
 Rows that registers cannot hold are loaded in parts of equal numbers of channels: part p of P has the p-th run of C / 2P channels of each
 half of a row. So it has whole pairs, and whole blocks of the rotation.
@@ -28,15 +28,21 @@ class Row(ConstexprFields):
 
     head_dim: int
     width: int  # head_dim, padded to a power of two
-    rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
-    rope_interleaved: bool  # pairs are neighbors
-    rope_step: int  # stride of the tables' last dimension
     parts: int = 1  # in which rows are loaded; with several, head_dim is a power of two
 
     @property
     def held(self) -> int:
         """The channels of a part, padded."""
         return self.width // self.parts
+
+
+@dataclass(frozen=True)
+class RowRope(ConstexprFields):
+    """RoPE of rows, a constexpr parameter (`rope_of`)."""
+
+    pairs: int  # of channels
+    interleaved: bool  # pairs are neighbors
+    halves: bool  # pairs are the two halves of a row
 
 
 @triton.jit
@@ -89,26 +95,23 @@ def _together(c, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotate(a, b, cos, sin):
-    """`rope.apply_rope` on pairs. Every product and sum is rounded, as in torch (launches disable FMA contraction)."""
-    return a * cos - b * sin, b * cos + a * sin
-
-
-@triton.jit
-def _load_pairs(first, rows, cos, sin, M: tl.constexpr, ROW: tl.constexpr):
-    """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE."""
-    STEP: tl.constexpr = ROW.rope_step
+def _load_pairs(first, rows, angles, M: tl.constexpr, ROW: tl.constexpr, ROPE: tl.constexpr):
+    """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE. Every product and sum is rounded, as in
+    torch (launches disable FMA contraction)."""
     i = first + tl.arange(0, M)
     a = _load(rows, i, i >= 0, True)
     b = _load(rows + ROW.width // 2, i, i >= 0, True)
-    if ROW.rope_pairs > 0:
-        a, b = _rotate(a, b, _load(cos, i * STEP, i >= 0, True), _load(sin, i * STEP, i >= 0, True))
+    if ROPE is not None:
+        cos, sin = angles
+        cos = _load(cos, i, i >= 0, True)
+        sin = _load(sin, i, i >= 0, True)
+        a, b = a * cos - b * sin, b * cos + a * sin
     return a, b
 
 
 @triton.jit
 def quarters(x):
-    """Rows `x [N, C]` as four tiles of C / 4 channels each, as `load_rotated` loads many rows."""
+    """Rows `x [N, C]` as four tiles of C / 4 channels each, as `load_halves` loads many rows."""
     a, b = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 2, x.shape[1] // 4)), (0, 3, 2, 1)))
     x0, x1 = tl.split(a)
     x2, x3 = tl.split(b)
@@ -116,66 +119,50 @@ def quarters(x):
 
 
 @triton.jit
-def load_rotated(rows, cos, sin, ROW: tl.constexpr, part=0):
-    """`load_rows` and RoPE by the angles of the rows at `cos` and `sin [N, 1]`."""
+def load_halves(rows, ROW: tl.constexpr, part=0, angles=None, ROPE: tl.constexpr = None):
+    """`load_rows`, and with ROPE (a `RowRope`) `rope.apply_rope`. `angles` are pointers `[N, 1]` to the rows of cos and sin."""
     N: tl.constexpr = rows.shape[0]
     D: tl.constexpr = ROW.head_dim
     C: tl.constexpr = ROW.held
-    HALF: tl.constexpr = ROW.rope_pairs
-    INTERLEAVED: tl.constexpr = ROW.rope_interleaved
-    STEP: tl.constexpr = ROW.rope_step
-    if ROW.width == D and not INTERLEAVED and (HALF == 0 or 2 * HALF == D):
+    if ROW.width == D and (ROPE is None or ROPE.halves):
         base = part * (C // 2)
         if N >= 64:
-            a, b = _load_pairs(base, rows, cos, sin, C // 4, ROW)
-            c, d = _load_pairs(base + C // 4, rows, cos, sin, C // 4, ROW)
+            a, b = _load_pairs(base, rows, angles, C // 4, ROW, ROPE)
+            c, d = _load_pairs(base + C // 4, rows, angles, C // 4, ROW, ROPE)
             return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 2, 1)), (N, C))
         else:
-            a, b = _load_pairs(base, rows, cos, sin, C // 2, ROW)
+            a, b = _load_pairs(base, rows, angles, C // 2, ROW, ROPE)
             return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
     x = load_rows(rows, ROW, part)
-    if HALF > 0:
-        # Triton 3.6 compiles the pairs of 256 channels for minutes.
-        if INTERLEAVED and C <= 128:
-            i = tl.arange(0, C // 2)
-            a, b = tl.split(tl.reshape(x, (N, C // 2, 2)))
-            ALL: tl.constexpr = 2 * HALF == C
-            rotated_a, rotated_b = _rotate(a, b, _load(cos, i * STEP, i < HALF, ALL), _load(sin, i * STEP, i < HALF, ALL))
-            if 2 * HALF < C:
-                rotated_a = tl.where(i < HALF, rotated_a, a)
-                rotated_b = tl.where(i < HALF, rotated_b, b)
-            x = tl.reshape(tl.join(rotated_a, rotated_b), (N, C))
-        else:  # each channel's partner by a second load
-            c = channels(part, ROW)
-            turns = c < 2 * HALF
-            if INTERLEAVED:
-                first = c % 2 == 0
-                partner = tl.where(turns, c ^ 1, c)
-                i = tl.where(turns, c // 2, 0) * STEP
-            else:
-                first = c < HALF
-                partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
-                i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF) * STEP
-            other = _load(rows, partner, c < D, ROW.width == D)
-            cosine = _load(cos, i, turns, False)
-            sine = _load(sin, i, turns, False)
-            x = tl.where(turns, x * cosine + other * tl.where(first, -sine, sine), x)
+    if ROPE is not None:  # each channel's partner by a second load
+        HALF: tl.constexpr = ROPE.pairs
+        c = channels(part, ROW)
+        turns = c < 2 * HALF
+        if ROPE.interleaved:
+            first = c % 2 == 0
+            partner = tl.where(turns, c ^ 1, c)
+            i = tl.where(turns, c // 2, 0)
+        else:
+            first = c < HALF
+            partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
+            i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF)
+        cos, sin = angles
+        other = _load(rows, partner, c < D, ROW.width == D)
+        sin = _load(sin, i, turns, False)
+        x = tl.where(turns, x * _load(cos, i, turns, False) + other * tl.where(first, -sin, sin), x)
     return x
 
 
-def row_of(
-    head_dim: int, rope: Rope | None
-) -> tuple[Row, tuple[torch.Tensor | None, torch.Tensor | None], tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A kernel's arguments about a row and its RoPE: the row, the tables, and the tables' strides except the last."""
-    if rope is None:
-        return _row(head_dim, 0, False, 1), (None, None), ((0, 0), (0, 0))
-    cos, sin, interleaved = rope
-    if cos.stride(-1) != sin.stride(-1):
-        cos, sin = cos.contiguous(), sin.contiguous()
-    half = cos.shape[-1]
-    return _row(head_dim, half, interleaved and half > 0, cos.stride(-1)), (cos, sin), (cos.stride()[:-1], sin.stride()[:-1])
-
-
 @cache  # making one takes a microsecond
-def _row(head_dim: int, rope_pairs: int, rope_interleaved: bool, rope_step: int) -> Row:
-    return Row(head_dim, power_of_two(head_dim), rope_pairs, rope_interleaved, rope_step)
+def row_of(head_dim: int) -> Row:
+    """The rows of tensors with `head_dim` channels."""
+    return Row(head_dim, power_of_two(head_dim))
+
+
+def rope_of(head_dim: int, rope: Rope) -> tuple[RowRope, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+    """RoPE of dense rows as a kernel's arguments: the constexpr, the tables, and their strides but the last, which is 1."""
+    cos, sin, interleaved = rope
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    pairs = cos.shape[2]
+    return RowRope(pairs, interleaved, not interleaved and 2 * pairs == head_dim), (cos, sin), (cos.stride(0), cos.stride(1))

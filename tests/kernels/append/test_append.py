@@ -7,11 +7,10 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpreterBuilder
 
-from fp8attn import reference
 from fp8attn.formats.codec import CODECS
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.rope import Rope
-from fp8attn.kernels.append import MAX_STRIDE, append, from_dense, rope_dense
+from fp8attn.formats.rope import DenseRope, Rope, apply_rope
+from fp8attn.kernels.append import MAX_STRIDE, append, from_dense
 from fp8attn.params import Append
 from tests.support.interpreted import QUIET, dynamo_knows_torch, poisoned  # noqa: F401
 from tests.support.kernel_cases import (
@@ -81,6 +80,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
     """If RoPE rotates only some channels, a row has fewer angles than pairs of channels."""
     k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
     held = torch.zeros(3, *angle.shape)
+    rope = Rope(held[0], held[1], interleaved)
     held[0], held[1] = angle.cos(), angle.sin()
     first, last = held.data_ptr(), held[2].data_ptr()
     read = []
@@ -91,7 +91,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
         return masked_load(self, ptrs, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
-    from_dense(k, k, KVFormat(k.shape[3]), Rope(held[0], held[1], interleaved))
+    from_dense(k, k, KVFormat(k.shape[3]), DenseRope(rope, rope, k, torch.empty_like(k)))
     addresses = torch.cat([torch.from_numpy(x.astype("int64")).flatten() for x in read])
     assert ((first <= addresses) & (addresses < last)).any()
     assert not ((last <= addresses) & (addresses < last + held[2].nbytes)).any()
@@ -107,9 +107,9 @@ def test_tokens_that_are_too_far_apart_are_refused():
     near = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     for k, v, name in ((apart(MAX_STRIDE + 1), near, "k"), (near, apart(MAX_STRIDE + 1), "v")):
         with pytest.raises(ValueError, match=rf"{name} has {MAX_STRIDE + 1} elements from one token .* pass {name}\.contiguous\(\)"):
-            from_dense(k, v, KVFormat(64), None)
-    assert from_dense(apart(MAX_STRIDE), near, KVFormat(64), None).cache_seqlens.tolist() == [2]
-    assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(64), None).cache_seqlens.tolist() == [1]
+            from_dense(k, v, KVFormat(64))
+    assert from_dense(apart(MAX_STRIDE), near, KVFormat(64)).cache_seqlens.tolist() == [2]
+    assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(64)).cache_seqlens.tolist() == [1]
 
 
 @pytest.mark.parametrize("strides", ["rows apart", "every second column", "of cos and sin apart", "one row for all"])
@@ -123,6 +123,8 @@ def test_tables_of_rope_may_have_any_strides(strides):
         "one row for all": (wide[:, :1, :32].expand(-1, 128, -1), wide[:1, :1, :32].expand(2, 128, -1)),
     }[strides]
     given, plain = Rope(cos, sin, True), Rope(cos.contiguous(), sin.contiguous(), True)
-    assert torch.equal(rope_dense(x, given), rope_dense(x, plain)) and torch.equal(rope_dense(x, given), reference.rope_dense(x, given))
-    ours, theirs = (from_dense(x, x, KVFormat(64), rope) for rope in (given, plain))
+    outs = torch.empty_like(x), torch.empty_like(x)
+    ropes = [DenseRope(rope, rope, x, out) for rope, out in zip((given, plain), outs, strict=True)]
+    ours, theirs = (from_dense(x, x, KVFormat(64), rope) for rope in ropes)
+    assert torch.equal(*outs) and torch.equal(outs[0], apply_rope(x, cos[:, None], sin[:, None], interleaved=True))
     assert torch.equal(ours.k, theirs.k) and torch.equal(ours.k_scale, theirs.k_scale)

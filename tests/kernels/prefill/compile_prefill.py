@@ -17,7 +17,6 @@ import triton
 
 from fp8attn import AttentionParams, KVPages
 from fp8attn.formats.codec import FP8
-from fp8attn.formats.rope import Rope
 from fp8attn.kernels import prefill
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.operands import NOTE
@@ -59,13 +58,6 @@ CASES = (
         "d64-window": {"head_dim": 64, "window": 300},
         "d128-window": {"head_dim": 128, "window": 300},
         "d256-window": {"head_dim": 256, "window": 300},
-        "d64-rope": {"head_dim": 64, "rotary": 64},
-        "d80-rope": {"head_dim": 80, "rotary": 80},
-        "d128-rope": {"head_dim": 128, "rotary": 128},
-        "d128-rope-pairs": {"head_dim": 128, "rotary": 64, "interleaved": True},
-        "d128-long-rope": {"head_dim": 128, "long": True, "rotary": 128},
-        "d256-rope": {"head_dim": 256, "rotary": 256},
-        "d256-rope-pairs": {"head_dim": 256, "rotary": 256, "interleaved": True},
         "d64-exact": {"head_dim": 64, "exact": True},
         "d128-exact": {"head_dim": 128, "exact": True},
         "d128-exact-no-lse": {"head_dim": 128, "exact": True, "lse": False},
@@ -85,13 +77,12 @@ CASES = (
 
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
-           long=False, rotary=0, interleaved=False, lse=True, keys="int8", rotate_keys=True, means=False,
+           long=False, lse=True, keys="int8", rotate_keys=True, means=False,
            exact=False, new=False, invariant=False) -> Launch:  # fmt: skip
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=keys, rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
-    tables = torch.zeros(64, rotary // 2) if rotary else None
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)
         patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1 if long else 0], splits)])
@@ -100,8 +91,7 @@ def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=Fal
             cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
             max_seqlen_q=32, causal=True, softmax_scale=head_dim**-0.5, window=window, softcap=softcap,
             sinks=torch.zeros(4) if sinks else None, leftpad_k=torch.zeros(2, dtype=torch.int32) if leftpad_k else None,
-            rope=None if tables is None else Rope(tables, tables, interleaved), return_lse=lse,
-            exact=exact, batch_invariant=invariant,
+            return_lse=lse, exact=exact, batch_invariant=invariant,
         )  # fmt: skip
         prefill.prefill_attention(torch.zeros(64, 4, head_dim).to(dtype), pages, params, new_keys=512 if new else 0)
         prefill.plan.make_prefill_plan.cache_clear()

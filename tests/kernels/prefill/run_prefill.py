@@ -16,7 +16,6 @@ import torch
 
 from fp8attn import AttentionParams, reference
 from fp8attn.formats.codec import E4M3, FP8
-from fp8attn.formats.rope import Rope, apply_rope
 from fp8attn.kernels import prefill
 from tests.emulator import emulate
 from tests.kernels.decode.run_decode import filled_pages, poison_left_of_windows
@@ -53,9 +52,8 @@ CASES = {
         "lengths": [190, 714], "queries": [70, 200], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "window": 300,
         "leftpad": [130, 60], "softcap": 20.0, "sinks": True,
     },
-    "ragged, RoPE on queries": {
-        "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "rope": True,
-        "out": True,
+    "ragged, output given": {
+        "lengths": [70, 330], "queries": [70, 40], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "out": True,
     },
     "ragged, parts of the keys": {
         "lengths": [70, 0, 330], "queries": [70, 0, 200], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8", "splits": 3,
@@ -93,11 +91,6 @@ def emulate_case(name: str) -> dict:
     poison_left_of_windows(pages, case["lengths"], queries, case.get("window", 0))
     q = torch.randn(sum(queries), 1, case["head_dim"])
     q = E4M3.quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
-    rope, asked = None, q
-    if case.get("rope"):
-        quarters = torch.randint(4, (sum(queries), case["head_dim"] // 2))  # of a turn, so that RoPE rounds nothing
-        rope = Rope(torch.tensor([1.0, 0.0, -1.0, 0.0])[quarters], torch.tensor([0.0, 1.0, 0.0, -1.0])[quarters])
-        asked = apply_rope(q, rope)
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
     causal = return_lse = "last" not in case
     options = {
@@ -118,7 +111,7 @@ def emulate_case(name: str) -> dict:
             patch.setattr(prefill, "second_launch", lambda device, num_seqs, tokens, *_: case["last"] if tokens == max(queries) else 0)
         poison_empty(patch)
         prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
-        out, lse = prefill.prefill_attention(q, pages, AttentionParams(**options, rope=rope), given, case["lengths"][0] if new else 0)
+        out, lse = prefill.prefill_attention(q, pages, AttentionParams(**options), given, case["lengths"][0] if new else 0)
         assert given is None or out is given
         prefill.plan.make_prefill_plan.cache_clear()
     tables = [x for x in launches[0].args if x is pages.page_table]
@@ -127,7 +120,7 @@ def emulate_case(name: str) -> dict:
     left = sum(emulate(launched, written_before=written) for launched in launches[: 2 if "last" in case else 1])
     if case.get("splits", 1) > 1:
         out, lse = combined(*launches[1].args[:2], out, lse)
-    ref, ref_lse = reference.attention(asked, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, ref_lse = reference.attention(q, pages, AttentionParams(**options), compute_dtype=torch.float64, out_dtype=torch.float64)
     off = out.double() - ref
     rows = off.norm(dim=-1) / ref.norm(dim=-1).clamp_min(1e-9)  # rows that see no key are zeros
     return {

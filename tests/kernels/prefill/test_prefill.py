@@ -23,7 +23,7 @@ BOUNDS = {
     "exact, E4M3 keys": (0.0004, 0.0008, 0.004),
 }
 TRITON36 = (
-    "ragged, RoPE on queries",
+    "ragged, output given",
     "new pages, in parts",  # two warpgroups
     "head_dim 256",
     "window, padding, softcap, sinks",

@@ -1,5 +1,5 @@
 """Writes a prompt, or dense K and V, page by page. A program reads 128 tokens of a head's K or V once, and keeps them in registers while it
-settles the page's scale.
+settles the page's scale. In a dense call with RoPE, other programs of the launch apply it to Q.
 
 The tokens are two tiles `[64, C]`. A tile of K has 64 consecutive tokens. The tiles of V have the first two and the last two tokens of each
 word. At head_dim 512, registers hold half of the channels (`rows`): the program reads the page to find its scale, and then each half again.
@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..codec import finite, pack_e4m3, round_to_codes
+from ..codec import finite, pack_e4m3, round_to, round_to_codes
 from ..launch import MAX_GRID
 from ..rotation import hadamard
-from ..rows import load_lanes, load_rotated, load_rows, quarters, store_rows
+from ..rows import load_halves, load_lanes, load_rows, quarters, store_rows
 from .settle import bits_of, float_of, no_maxima, scale_before, settle_page, settle_part, store_settled, with_maxima
 from .slot import PAGE, codes_ptr_of, launch_dependents, new_tokens, store_words, word_token
 
@@ -32,20 +32,33 @@ def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(first, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW: tl.constexpr):
-    """The tile of a K page from its token `first` on, after RoPE, and the positions of its rows in the page."""
-    cos_ptr, sin_ptr = angles
-    cos_stride, sin_stride = angle_strides
+def _load_keys(first, part, x_ptr, stride_t, angles, old, end, ROW: tl.constexpr, ROPE: tl.constexpr):
+    """The tile of a K page from its token `first` on, after RoPE, and the positions of its rows in the page.
+
+    `angles` are pointers to cos and sin of token 0, and the stride of their tokens.
+    """
     position = first + tl.arange(0, PAGE // 2)
     token = tl.minimum(tl.maximum(position, old), end - 1)  # rows outside repeat a new token: no maximum changes, so no mask is needed
     rows = (token * stride_t)[:, None]
-    if ROW.rope_pairs > 0:
-        cos = cos_ptr + (token * cos_stride)[:, None]
-        sin = sin_ptr + (token * sin_stride)[:, None]
+    if ROPE is None:
+        return load_halves(x_ptr + rows, ROW, part), position
     else:
-        cos = rows
-        sin = rows
-    return load_rotated(x_ptr + rows, cos, sin, ROW, part), position
+        cos, sin, stride = angles
+        angle = (token * stride)[:, None]
+        return load_halves(x_ptr + rows, ROW, part, (cos + angle, sin + angle), ROPE), position
+
+
+@triton.jit
+def _rotate_queries(x_ptr, stride_t, out_ptr, out_stride_t, angles, num_tokens, CODES: tl.constexpr, ROPE: tl.constexpr):
+    """RoPE on a head of Q. The programs of a head divide its tokens."""
+    ROW: tl.constexpr = CODES.row
+    cos, sin, stride = angles
+    for first in range(tl.program_id(1) * (PAGE // 2), num_tokens, tl.num_programs(1) * (PAGE // 2)):
+        row = tl.cast(first, tl.int64)
+        end = num_tokens - first
+        x, token = _load_keys(0, 0, x_ptr + row * stride_t, stride_t, (cos + row * stride, sin + row * stride, stride), 0, end, ROW, ROPE)
+        rows = out_ptr + (row + token)[:, None] * out_stride_t
+        store_rows(rows, round_to(x, out_ptr.dtype.element_ty, CODES.native), (token < end)[:, None], ROW)
 
 
 @triton.jit
@@ -76,15 +89,16 @@ def _store_keys(x, part, position, codes_ptr, old, end, CODES: tl.constexpr):
 
 
 @triton.jit
-def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
     """The tiles of a part of a head's K page as they are rounded, and the positions of their rows; and prefetch the page `ahead` tokens on.
 
-    The pointers `x_ptr` and `angles` (cos and sin) are those of token 0. If `old` > 0, they point before the tensors.
+    The pointers `x_ptr` and those of `angles` are of token 0. If `old` > 0, they point before the tensors.
     """
     ROW: tl.constexpr = CODES.row
+    ROPE: tl.constexpr = CODES.rope
     HALF_PAGE: tl.constexpr = PAGE // 2
-    x0, t0 = _load_keys(0, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
-    x1, t1 = _load_keys(HALF_PAGE, part, x_ptr, stride_t, angles, angle_strides, old, end, ROW)
+    x0, t0 = _load_keys(0, part, x_ptr, stride_t, angles, old, end, ROW, ROPE)
+    x1, t1 = _load_keys(HALF_PAGE, part, x_ptr, stride_t, angles, old, end, ROW, ROPE)
     if CODES.native and ahead > 0:  # behind this page's loads, which would wait behind it in the memory pipeline
         _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     tl.debug_barrier()  # ptxas: `D128 dense e4m3`, whose loads of the first tile follow one another with it
@@ -99,14 +113,12 @@ def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end,
 
 
 @triton.jit
-def _write_keys(
-    x_ptr, stride_t, mean_ptr, slot_ptr, angles, angle_strides, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr
-):
+def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr):
     """Write tokens `[old, end)` of a head's K page. The arguments are `_read_keys`'; `counting` is `settle_page`'s."""
     PARTS: tl.constexpr = CODES.row.parts
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
     if PARTS == 1:
-        x0, x1, t0, t1 = _read_keys(0, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, ahead, CODES, ROTATE)
+        x0, x1, t0, t1 = _read_keys(0, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES, ROTATE)
         x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
         _store_keys(x0, 0, t0, codes_ptr, old, end, CODES)
         _store_keys(x1, 0, t1, codes_ptr, old, end, CODES)
@@ -115,14 +127,14 @@ def _write_keys(
         maxima = no_maxima()
         if not CODES.static:
             for part in range(PARTS):
-                x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, 0, CODES, ROTATE)
+                x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, 0, CODES, ROTATE)
                 maxima = with_maxima(maxima, x0, x1, CODES.native)
         before = scale_before(maxima, slot_ptr, old, CODES)
         scale = before
         overflows = tl.zeros((), tl.int32)
         for part in range(PARTS):
             next_page = tl.where(part == 0, ahead, 0)
-            x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, angle_strides, old, end, next_page, CODES, ROTATE)
+            x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, next_page, CODES, ROTATE)
             x0, x1, scale, more = settle_part(x0, x1, part, maxima, before, slot_ptr, old, end, CODES, COUNT)
             overflows += more
             _store_keys(x0, part, t0, codes_ptr, old, end, CODES)
@@ -135,9 +147,9 @@ def _load_values(first, part, x_ptr, stride_t, old, end, ROW: tl.constexpr):
     """Tokens `first [32]` and the next ones as one tile `[64, C]`."""
     last = end - 1
     rows = x_ptr + (tl.minimum(tl.maximum(first, old), last) * stride_t)[:, None]
-    a = load_rotated(rows, rows, rows, ROW, part)
+    a = load_halves(rows, ROW, part)
     rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
-    b = load_rotated(rows, rows, rows, ROW, part)
+    b = load_halves(rows, ROW, part)
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, ROW.held))
 
 
@@ -201,23 +213,39 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting
         store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
+@triton.jit(do_not_specialize=["num_queries", "table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
 def page_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
-    cos_ptr, sin_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, cos_stride_b, cos_stride, sin_stride_b,
-    sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
+    cos_ptr, sin_ptr, cos_stride_b, cos_stride, q_ptr, q_out_ptr, q_cos_ptr, q_sin_ptr, q_stride_b, q_stride_h, q_stride_t,
+    q_out_stride_b, q_out_stride_h, q_out_stride_t, q_cos_stride_b, q_cos_stride, num_queries,
+    k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
+    table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The kernel. A program writes K or V of a head of a page. Dense pages are consecutive, and the kernel also writes their page table."""
+    """The kernel. A program writes K or V of a head of a page. Dense pages are consecutive, and the kernel also writes their page table.
+
+    The tables of RoPE, of K and of Q, are those of dense sequences; cos and sin have the same strides. The programs after those of K and V
+    apply RoPE to a head of Q.
+    """
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v
     D: tl.constexpr = K.row.head_dim
-    HALF: tl.constexpr = K.row.rope_pairs
+    ROPE: tl.constexpr = K.rope
+    Q_ROPE: tl.constexpr = OPTIONS.q_rope
     DENSE: tl.constexpr = K.dense
     if OPTIONS.hopper:
         launch_dependents()
     # Heads follow each other, so that programs that run at the same time read neighboring memory.
     is_v = tl.program_id(0) % 2
     head = tl.program_id(0) // 2
+    if Q_ROPE is not None:  # noqa: SIM102 - at compile time
+        if head >= num_kv_heads:
+            seq = (first_seq + tl.program_id(2)).to(tl.int64)
+            head = (tl.program_id(0) - 2 * num_kv_heads).to(tl.int64)
+            angles = q_cos_ptr + seq * q_cos_stride_b, q_sin_ptr + seq * q_cos_stride_b, q_cos_stride
+            q_ptr += seq * q_stride_b + head * q_stride_h
+            q_out_ptr += seq * q_out_stride_b + head * q_out_stride_h
+            _rotate_queries(q_ptr, q_stride_t, q_out_ptr, q_out_stride_t, angles, num_queries, K, Q_ROPE)
+            return
     if cu_seqlens_ptr is None:
         column = tl.program_id(1)
         seq = first_seq + tl.program_id(2)
@@ -243,9 +271,9 @@ def page_kernel(
                 tl.store(seqlens_ptr + seq, new)
         k_ptr += wide * k_stride_b
         v_ptr += wide * v_stride_b
-        if HALF > 0:
+        if ROPE is not None:
             cos_ptr += wide * cos_stride_b
-            sin_ptr += wide * sin_stride_b
+            sin_ptr += wide * cos_stride_b
     else:
         length = tl.load(seqlens_ptr + seq)
         if not OPTIONS.advance:
@@ -265,15 +293,15 @@ def page_kernel(
     head = head.to(tl.int64)
     slot_ptr = pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * K.layout.nbytes
     if is_v == 0:
-        if HALF > 0:
+        if ROPE is not None:
             cos_ptr += row * cos_stride
-            sin_ptr += row * sin_stride
+            sin_ptr += row * cos_stride
         if k_mean_ptr is not None:
             k_mean_ptr += head * D
         k_ptr += row * k_stride_t + head * k_stride_h
         _write_keys(
-            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr), (cos_stride, sin_stride), old, end, ahead, (overflows_ptr, head),
-            K, OPTIONS.rotate,
+            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr, cos_stride), old, end, ahead, (overflows_ptr, head), K,
+            OPTIONS.rotate,
         )  # fmt: skip
     else:
         if v_mean_ptr is not None:

@@ -1,7 +1,7 @@
 """A step: up to 16 new tokens of each sequence, in one launch.
 
-A program writes a few heads of a sequence's K or V. Other programs apply RoPE to Q. The last program that reads a sequence's length
-advances it, unless the length counts the new tokens already.
+A program writes a few heads of a sequence's K or V. The last program that reads a sequence's length advances it, unless the length counts
+the new tokens already.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import triton.language as tl
 
 from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
 from ..rotation import hadamard
-from ..rows import load_rotated, load_rows, store_rows
-from .queries import rotate_queries
+from ..rows import load_halves, load_rows, store_rows
 from .slot import (
     GROUP,
     K_SCALE_WORD,
@@ -220,14 +219,12 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
         store_rows(_rows(rows), codes, _rows(valid), ROW)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "num_tokens", "num_q_heads"])
+@triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads"])
 def step_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
-    q_ptr, q_out_ptr, cos_ptr, sin_ptr, k_stride_t, k_stride_h, v_stride_t, v_stride_h, q_stride_t, q_stride_h, q_out_stride_t,
-    q_out_stride_h, cos_stride, sin_stride, table_stride, num_seqs, max_seqlen, num_kv_heads, num_tokens, num_q_heads,
-    OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, table_stride, max_seqlen, num_kv_heads, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The kernel. A program writes some heads of K or V of a sequence. The last programs apply RoPE to Q."""
+    """The kernel. A program writes some heads of K or V of a sequence."""
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v
     ROW: tl.constexpr = K.row
@@ -238,12 +235,6 @@ def step_kernel(
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
-    if seq >= num_seqs:
-        if q_ptr is not None:
-            pointers = q_ptr, q_out_ptr, cos_ptr, sin_ptr
-            strides = q_stride_t, q_stride_h, q_out_stride_t, q_out_stride_h, cos_stride, sin_stride
-            rotate_queries(tl.program_id(0) - num_seqs * programs, pointers, strides, num_tokens, num_q_heads, QUERIES)
-        return
     start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     if new <= 0:
         return
@@ -257,14 +248,7 @@ def step_kernel(
     seqlens_ptr += seq
     # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it loads the tokens.
     if program % 2 == 0:
-        rows = _rows(head[:, None] * k_stride_h + row * k_stride_t)
-        if ROW.rope_pairs > 0:
-            cos = cos_ptr + _rows(row * cos_stride + every)
-            sin = sin_ptr + _rows(row * sin_stride + every)
-        else:
-            cos = rows
-            sin = rows
-        x = load_rotated(k_ptr + rows, cos, sin, ROW)
+        x = load_halves(k_ptr + _rows(head[:, None] * k_stride_h + row * k_stride_t), ROW)
         if k_mean_ptr is not None:
             mean = load_rows(k_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()

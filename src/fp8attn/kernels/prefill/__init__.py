@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 
 from ...formats.codec import FP8
-from ...formats.rope import Rope
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..combine import combine
@@ -26,7 +25,7 @@ from . import cut, plan
 from .kernel import prefill_kernel
 from .plan import make_prefill_plan, second_launch, tma_takes
 
-__all__ = ["cut", "packed_attention", "packs", "plan", "prefill_attention", "takes_rope"]
+__all__ = ["cut", "packed_attention", "packs", "plan", "prefill_attention"]
 
 
 def prefill_attention(
@@ -44,21 +43,18 @@ def prefill_attention(
     Args:
         q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
             by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
-        params: tables of RoPE are `[T, R / 2]` or `[num_seqs, S, R / 2]`, and `takes_rope` is True for them.
         new_keys: as `Backend.attention` takes it.
     Returns:
         `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
         `return_lse`, `lse` may be None.
     Raises:
-        ValueError: FP8 queries with tables, or over keys that are INT8 or rotated.
+        ValueError: FP8 queries over keys that are INT8 or rotated.
     """
     if params.softmax_scale <= 0.0:  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
         positive = params._replace(softmax_scale=abs(params.softmax_scale) or 1.0)
         return prefill_attention(_times_sign(q, params.softmax_scale), pages, positive, out)
     cu_seqlens_q, max_seqlen_q, causal, return_lse = params.cu_seqlens_q, params.max_seqlen_q, params.causal, params.return_lse
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
-    if params.rope is not None and q.dtype == FP8:
-        raise ValueError("FP8 queries are rounded already, so the kernel cannot apply RoPE to them: rotate them before they are quantized")
     if q.dtype == FP8 and (pages.format.rotate or pages.format.k.dtype != FP8):
         raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
     device, form = q.device, pages.format
@@ -87,16 +83,9 @@ def prefill_attention(
         last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
         if last:
             return _two_launches(q, pages, params, out, last), None
-    angles, cos, sin = None, None, None
-    if params.rope is not None:
-        cos, sin, interleaved = params.rope
-        if cos.stride() != sin.stride() or any(stride % 8 for stride in cos.stride()[:-1]):
-            cos, sin = cos.contiguous(), sin.contiguous()
-            new_keys = 0
-        angles = cos.shape[-1], cos.stride(), interleaved
-    queries, outputs, width, part, splits, grid, counter, numbers, angle_strides, early, constants = make_prefill_plan(
+    queries, outputs, width, part, splits, grid, counter, numbers, early, constants = make_prefill_plan(
         device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, angles, form.rotate, params.exact, params.batch_invariant,
+        window, softcap > 0, leftpad_k is not None, form.rotate, params.exact, params.batch_invariant,
         q.dtype == FP8, return_lse,
     )  # fmt: skip
     if not early:
@@ -114,7 +103,7 @@ def prefill_attention(
         target_lse, pages.pool, form.stored_k_mean, form.v_mean,
         *((None, None) if new_keys else (table, pages.cache_seqlens)),
         cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, cos, sin, *angle_strides, new_keys,
+        *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, new_keys,
     )  # fmt: skip
     launch(prefill_kernel, grid, args, constants)
     if splits > 1:
@@ -132,14 +121,11 @@ def _times_sign(q: torch.Tensor, scale: float) -> torch.Tensor:
 def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int) -> torch.Tensor:
     """`prefill_attention` of all but the first `last` queries of each sequence, and then of these."""
 
-    def some(x: torch.Tensor | None, dims: int, part: slice) -> torch.Tensor | None:
-        if x is None:
-            return None
-        return (x if x.dim() == dims else x.unflatten(0, (len(pages.page_table), -1)))[:, part]
+    def some(x: torch.Tensor, part: slice) -> torch.Tensor:
+        return (x if x.dim() == 4 else x.unflatten(0, (len(pages.page_table), -1)))[:, part]
 
     for part, count in ((slice(last, None), params.max_seqlen_q - last), (slice(last), last)):
-        rope = params.rope and Rope(some(params.rope.cos, 3, part), some(params.rope.sin, 3, part), params.rope.interleaved)
-        prefill_attention(some(q, 4, part), pages, params._replace(max_seqlen_q=count, rope=rope), some(out, 4, part))
+        prefill_attention(some(q, part), pages, params._replace(max_seqlen_q=count), some(out, part))
     return out
 
 
@@ -165,8 +151,3 @@ def packed_attention(
     params = params._replace(max_seqlen_q=group, causal=False)
     _, lse = prefill_attention(packed(q), pages, params, packed(out))
     return out, None if lse is None else lse.transpose(1, 2).flatten(1)
-
-
-def takes_rope(rope: Rope) -> bool:
-    """Whether the kernel can apply RoPE to queries with these tables. It reads their rows 16 bytes at a time."""
-    return rope.cos.shape[-1] % 8 == 0

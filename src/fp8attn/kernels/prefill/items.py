@@ -10,7 +10,7 @@ from .registers import FEW
 from .ring import number
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
-TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, ANGLES, FIRST = (gl.constexpr(i) for i in range(12))
+TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, _, FIRST = (gl.constexpr(i) for i in range(12))
 FIELDS = gl.constexpr(16)
 
 

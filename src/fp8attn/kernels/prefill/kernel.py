@@ -14,15 +14,14 @@ from .epilogue import PrefillOutput
 from .items import FIELDS, Items, Means
 from .multiply import multiply
 from .producer import PrefillSource, PrefillWork, produce
-from .queries import PrefillQueries, RopeTables, store_signs
+from .queries import PrefillQueries, store_signs
 from .registers import TILE
 from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
 from .schedule import PrefillBatch
 
 NUMBERS = (
     "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
-    "table_width", "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "angle_stride_b",
-    "angle_stride_t", "new_keys",
+    "table_width", "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "new_keys",
 )  # fmt: skip
 
 
@@ -30,8 +29,8 @@ NUMBERS = (
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
                    sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs,
                    num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
-                   cos_ptr, sin_ptr, angle_stride_b, angle_stride_t, new_keys, OPTIONS: gl.constexpr):  # fmt: skip
-    """The arguments of a launch, which `plan` and `attention` make. Strides of the output and of angles are in units of 8 elements.
+                   new_keys, OPTIONS: gl.constexpr):  # fmt: skip
+    """The arguments of a launch, which `plan` and `attention` make. Strides of the output are in units of 8 elements.
 
     ptxas: d128-q8-long-no-lse. With `new_keys` before the other numbers it spills in the loop.
 
@@ -95,7 +94,6 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     output = PrefillOutput(
         desc=out_desc, memory=out_memory, ptr=out_ptr, stride_b=out_stride_b, stride_t=out_stride_t, stride_h=out_stride_h, lse=lse_ptr,
         sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads, plane=plane)  # fmt: skip
-    rope = RopeTables(cos=cos_ptr, sin=sin_ptr, stride_b=angle_stride_b, stride_t=angle_stride_t)
     source = PrefillSource(
         q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
         num_kv_heads=num_kv_heads)  # fmt: skip
@@ -107,7 +105,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     # table that kernel writes pages, which only the producer reads, so only the producer waits.
     if table_ptr is not None:
         gdc_wait()
-    shared = (queries, ring, items, means, output, rope, causal, window, scale, cap)
+    shared = (queries, ring, items, means, output, causal, window, scale, cap)
     if PARTITIONS == 1:
         gl.warp_specialize(
             [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..gluon import gl, gluon, mbarrier, send_wait
 from .epilogue import store_item
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
-from .queries import keep_rest, load_queries, rotate_rows
+from .queries import keep_rest, load_queries
 from .registers import FEW, TILE
 from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
@@ -18,7 +18,7 @@ FEW_IN_ALL = gl.constexpr(640)
 
 
 @gluon.jit
-def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, rope, causal, window, scale, cap):
+def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, causal, window, scale, cap):
     """Compute the rows of a partition of every item that the producer announces."""
     FIRST_ROW: gl.constexpr = PARTITION * options.rows
     item = 0
@@ -52,9 +52,6 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         else:
             k_mean: gl.constexpr = None
         q = queries.codes.index(PARTITION if queries.Q16 else slot * options.partitions + PARTITION)
-        if options.rope_pairs:  # noqa: SIM102 - at compile time
-            if count > 0:  # rows before a sequence have no angles
-                rotate_rows(queries, rope, items, slot, count, options, PARTITION)
         raw = queries.raw.index(PARTITION)
         factor, mean_score = load_queries(q, raw, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(

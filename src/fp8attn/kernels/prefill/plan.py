@@ -42,9 +42,6 @@ class PrefillOptions(ConstexprFields):
     exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
     batch_invariant: bool  # which rows are multiplied twice does not depend on the rows beside them; with `exact` all are
     split: bool  # an item has a part of its tiles, and `combine` adds the parts
-    rope_pairs: int  # number of channels that RoPE rotates; 0 without RoPE
-    rope_interleaved: bool  # pairs are neighbors
-    rope_step: int  # stride of the tables' last dimension
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
 
     def __post_init__(self) -> None:
@@ -63,7 +60,6 @@ class PrefillPlan(NamedTuple):
     grid: tuple[int]
     counter: Counters
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
-    angle_strides: tuple[int, int]
     # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128. Parts of the keys
     # have no such kernel, because dense calls of queries and keys of few combinations of lengths would be the only ones to compile it.
     early: bool
@@ -85,24 +81,22 @@ def make_prefill_plan(
     window: int,
     softcap: bool,
     leftpad: bool,
-    angles: tuple[int, tuple[int, ...], bool] | None,
     rotate: bool,
     exact: bool,
     batch_invariant: bool,
     q8: bool,
     lse: bool,
 ) -> PrefillPlan:
-    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `angles` is R / 2, the
-    tables' strides and `Rope.interleaved`; `q8`: queries are in FP8; `lse`: it gives an LSE."""
+    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `q8`: queries are in
+    FP8; `lse`: it gives an LSE."""
     *_, num_q_heads, head_dim = shape
     num_seqs, table_width = table
     q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
-    rope_pairs, (*angle_strides, rope_step), interleaved = angles or (0, (0,) * (len(shape) - 2) + (1,), False)
     if len(shape) == 4:
         batch, tokens = shape[:2]
     else:  # the batch: sequences of one length, or one packed batch that `cu_seqlens_q` divides
         batch, tokens = (1, shape[0]) if ragged else (num_seqs, max_seqlen_q)
-        q_strides, out_strides, angle_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides, angle_strides))
+        q_strides, out_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides))
     width = power_of_two(head_dim)
     sms = num_sms(device)
     tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
@@ -131,17 +125,15 @@ def make_prefill_plan(
         head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
         cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
         mask_left=window > 0 or leftpad, softcap=softcap, exact=exact,
-        batch_invariant=batch_invariant and not exact, split=splits > 1, rope_pairs=rope_pairs,
-        rope_interleaved=interleaved and rope_pairs > 0, rope_step=rope_step, rotate=rotate,
+        batch_invariant=batch_invariant and not exact, split=splits > 1, rotate=rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
     operands = "sums" if tight else "all"
     constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
-    angles = tuple([stride // 8 for stride in angle_strides])
     early = cut.warpgroups == 2 and width == 128 and splits == 1
-    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, constants)
+    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, early, constants)
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:

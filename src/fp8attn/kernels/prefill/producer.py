@@ -6,7 +6,7 @@ from ..codec import ratio_of_powers
 from ..common import HIDDEN
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
 from ..pages import K_SCALE_WORD, V_SCALE_WORD, fetch_k, fetch_v
-from .items import ANGLES, BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
+from .items import BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .registers import TILE
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .schedule import advance_to, claimed, draw, scheduler_init
@@ -145,8 +145,6 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     items.put(slot, KV_HEAD, kv_head)
     items.put(slot, LEFT, left)
     items.put(slot, FIRST, gl.maximum(-block.begin, 0))  # whole partitions
-    if options.rope_pairs:
-        items.put(slot, ANGLES, block.slab)
     sync()
     if options.width < 256 and (means.USES_K or means.v is not None):
         for i in gl.static_range(PARTITIONS):

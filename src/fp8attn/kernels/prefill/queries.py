@@ -1,4 +1,4 @@
-"""Queries in shared memory: RoPE, the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
+"""Queries in shared memory: the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from triton.language import PropagateNan
 
 from ...formats import rotation
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
-from ..ptx import MAGIC, rest_to_fp8, rotate_pair, to_fp8
+from ..ptx import MAGIC, rest_to_fp8, to_fp8
 from ..rotation import block_size
-from .items import ANGLES, TOKEN, channels_of_mean
-from .registers import TILE, accumulator, join, split
+from .items import channels_of_mean
+from .registers import TILE, accumulator, join
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
@@ -50,68 +50,6 @@ class PrefillQueries:
         """Let the producer request the partition's rows of the next item."""
         sync()
         arrive(self.empty.index(PARTITION))
-
-
-@aggregate
-class RopeTables:
-    """RoPE's tables for queries. Strides are in units of eight elements."""
-
-    cos: gl.tensor | gl.constexpr
-    sin: gl.tensor | gl.constexpr
-    stride_b: gl.tensor
-    stride_t: gl.tensor
-
-
-# RoPE
-
-
-@gluon.jit
-def rotate_pairs(a, b, cos, sin, row, first: gl.constexpr, STEP: gl.constexpr):
-    """RoPE on pairs of channels, from the pair `first` on. `row` is the index of each row's first angle."""
-    row = gl.convert_layout(row, gl.SliceLayout(1, a.type.layout), assert_trivial=True)
-    at = row[:, None] + (first + gl.arange(0, a.shape[1], gl.SliceLayout(0, a.type.layout))[None, :]) * STEP
-    x, y = rotate_pair(a.to(gl.float32), b.to(gl.float32), gl.load(cos + at).to(gl.float32), gl.load(sin + at).to(gl.float32))
-    return x.to(a.dtype), y.to(b.dtype)
-
-
-@gluon.jit
-def rotate_rows(queries, rope, items, slot, count, options: gl.constexpr, PARTITION: gl.constexpr):
-    """RoPE on a partition's rows of Q, of which `count` are queries, in place, with the bits of `rope.apply_rope`.
-
-    The channels are divided into tiles such that the channels of a pair are a whole number of tiles apart. Then a thread has both channels
-    of a pair, in two tiles, and no data move. Lanes are along the rows first: eight rows of 16 bytes have no bank conflict in shared
-    memory, and the angles of a row are one line.
-    """
-    PAIRS: gl.constexpr = options.rope_pairs
-    TILE_PAIRS: gl.constexpr = PAIRS & -PAIRS if (PAIRS & -PAIRS) < 32 else 32
-    OWN: gl.constexpr = TILE_PAIRS // 2 if TILE_PAIRS < 16 else 8  # of a thread, one after the other
-    INTERLEAVED: gl.constexpr = options.rope_interleaved
-    ROWS: gl.constexpr = options.rows
-    WIDTH: gl.constexpr = 2 * TILE_PAIRS if INTERLEAVED else TILE_PAIRS
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, 2 * OWN if INTERLEAVED else OWN], [32 * OWN // TILE_PAIRS, TILE_PAIRS // OWN], [ROWS // 16, 1], [0, 1]
-    )
-    token = items.get(slot, TOKEN) + PARTITION * ROWS
-    angles = items.get(slot, ANGLES).to(gl.int64) * rope.stride_b + token.to(gl.int64) * rope.stride_t
-    cos = rope.cos + angles * 8
-    sin = rope.sin + angles * 8
-    memory = queries.raw.index(PARTITION)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    row = gl.minimum(row, count - 1) * (rope.stride_t * 8)  # rows after the last query have no angles, and their results are not used
-    x = split(memory.load(LAYOUT), options.width // WIDTH)
-    first = ()
-    second = ()
-    for i in gl.static_range(PAIRS // TILE_PAIRS):
-        if INTERLEAVED:
-            a, b = x[i].reshape([ROWS, TILE_PAIRS, 2]).split()
-            a, b = rotate_pairs(a, b, cos, sin, row, TILE_PAIRS * i, options.rope_step)
-            first += (gl.convert_layout(gl.join(a, b).reshape([ROWS, WIDTH]), x[i].type.layout, assert_trivial=True),)
-        else:
-            a, b = rotate_pairs(x[i], x[PAIRS // TILE_PAIRS + i], cos, sin, row, TILE_PAIRS * i, options.rope_step)
-            first += (a,)
-            second += (b,)
-    x = first + second + x[2 * PAIRS // WIDTH :]
-    memory.store(gl.convert_layout(join(x), LAYOUT, assert_trivial=True))
 
 
 # The rotation of keys and queries
