@@ -11,7 +11,7 @@ import torch
 from .checks import check_flags, check_mean, check_size, check_tensor
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.kv_format import KVFormat
-from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, nan_in_k_of, scales_of, unpack_k, unpack_v, v_of
+from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, scales_of, unpack_k, unpack_v, v_of
 from .formats.rotation import rotate_back
 
 
@@ -20,8 +20,8 @@ class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
 
     A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128
-    bytes, which holds K's scale, V's scale (float32), a mark of serving engines, `nan_in_k` and zeros. The bytes depend only on the page's
-    tokens and on the static format and means. So a page is copied, shared, saved or moved by its bytes.
+    bytes, which holds K's scale, V's scale (float32), a mark of serving engines and zeros. The bytes depend only on the page's tokens and
+    on the static format and means. So a page is copied, shared, saved or moved by its bytes.
 
     Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
     have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
@@ -189,19 +189,13 @@ class KVPages:
 
     @property
     def k_scale(self) -> torch.Tensor:
-        """`[num_pages, num_kv_heads]` float32, a view of the pool."""
+        """`[num_pages, num_kv_heads]` float32, a view of the pool. NaN: an INT8 page got a NaN (docs/numerics.md)."""
         return scales_of(self.pool)[:, :, 0]
 
     @property
     def v_scale(self) -> torch.Tensor:
         """`[num_pages, num_kv_heads]` float32, powers of two, a view of the pool."""
         return scales_of(self.pool)[:, :, 1]
-
-    @property
-    def nan_in_k(self) -> torch.Tensor:
-        """`[num_pages, num_kv_heads, 2]` float32, a view of the pool: of an INT8 page whose `k_scale` is NaN, the scale of its codes, and
-        its first token with a NaN. Zeros in other pages."""
-        return nan_in_k_of(self.pool)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

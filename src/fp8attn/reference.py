@@ -32,7 +32,6 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
     k = rotation.rotate(k.float()) if form.rotate else k.float()
     k = k if form.stored_k_mean is None else k - form.stored_k_mean
     v = v.float() if form.v_mean is None else v.float() - form.v_mean
-    marks_nan = not (form.k.has_nan or how.static_scales)
     bounds = _bounds(how.cu_seqlens, how.max_seqlen, pages)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
@@ -44,10 +43,8 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         last = (length + end - start - 1) // PAGE_SIZE
         ids = pages.page_table[seq, first : last + 1].long()
         taken = pages.with_pool(pages.pool[ids])
-        begun = slice(0 if offset == 0 else 1, None)
-        taken.v.view(torch.uint8)[begun] = 0  # the tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN
-        if marks_nan:
-            taken.nan_in_k[begun] = 0.0
+        # The tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN.
+        taken.v.view(torch.uint8)[0 if offset == 0 else 1 :] = 0
         for kind, (x, codec, codes, scale, pack, unpack) in enumerate(
             (
                 (k[start:end], form.k, taken.k, taken.k_scale, pack_k, unpack_k),
@@ -58,8 +55,10 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
             if how.overflows is not None:
                 how.overflows[kind, 0] += end - start
                 how.overflows[kind, 1 if how.static_scales else 2] += found
-        if marks_nan:
-            _mark_nan(taken, k[start:end].isnan().any(-1), offset)
+        if not (form.k.has_nan or how.static_scales):  # INT8 has no code for NaN: it makes its page's scale NaN
+            broken = k.new_zeros(taken.num_pages * PAGE_SIZE, k.shape[1], dtype=torch.bool)
+            broken[offset : offset + end - start] = k[start:end].isnan().any(-1)
+            taken.k_scale.masked_fill_(broken.unflatten(0, (-1, PAGE_SIZE)).any(1), torch.nan)
         pages.pool[ids] = taken.pool
         if how.advance:
             pages.cache_seqlens[seq] += end - start
@@ -127,18 +126,6 @@ def _append_tokens(
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
     return overflows.sum()
-
-
-def _mark_nan(pages: KVPages, broken: torch.Tensor, offset: int) -> None:
-    """Make the scales of INT8 keys NaN where a new token has a NaN: `broken [n, H]`, from token `offset` of the first page. INT8 has no
-    code for NaN. `KVPages.nan_in_k` keeps what undoes it."""
-    at = broken.new_zeros(pages.num_pages * PAGE_SIZE, broken.shape[1])
-    at[offset : offset + len(broken)] = broken
-    at = at.unflatten(0, (-1, PAGE_SIZE))
-    marked = at.any(1)
-    note = torch.stack([pages.k_scale, at.int().argmax(1).float()], -1)
-    pages.nan_in_k.copy_(torch.where((marked & ~pages.k_scale.isnan())[..., None], note, pages.nan_in_k))
-    pages.k_scale.masked_fill_(marked, torch.nan)
 
 
 def attention(

@@ -203,9 +203,8 @@ def check_append(append, case: dict, device="cpu") -> None:
     held = torch.zeros(actual.num_pages, dtype=torch.bool)
     held[actual.page_table.flatten().long().cpu()] = True
     assert (actual.pool[~held.to(device)] == POISON)[:, :, :-HEADER].all(), "wrote to a page that is in no table"
-    assert torch.equal(actual.nan_in_k[held.to(device)], expected.nan_in_k[held.to(device)])
     rest = actual.pool.view(torch.float32)[..., -HEADER // 4 :][held.to(device)]
-    assert not rest[..., 2:4].any() and not rest[..., 6:].any(), "wrote to the header's zeros"
+    assert not rest[..., 2:].any(), "wrote to the header's zeros"
 
 
 COUNTED = {  # tokens held before, and new tokens
@@ -292,9 +291,8 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
         assert torch.equal(*outs.isnan()) and torch.equal(*outs.nan_to_num()) and outs.isfinite().any()
     assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
     assert actual.format is expected.format is form
-    assert torch.equal(actual.nan_in_k, expected.nan_in_k)
     rest = actual.pool.view(torch.float32)[..., -HEADER // 4 :]
-    assert not rest[..., 2:4].any() and not rest[..., 6:].any()
+    assert not rest[..., 2:].any()
     for seq in range(batch):
         ids = expected.page_table[seq].long()
         for name, unpack in (("k", unpack_k), ("v", unpack_v)):

@@ -114,14 +114,8 @@ class LayerPages:
             self._drop_tails(*table.to_device(change.tails).unbind(1))
 
     def _drop_tails(self, pages: torch.Tensor, kept: torch.Tensor) -> None:
-        """Drop the tokens of `pages [N]` after the first `kept [N]`: V becomes zero there, and if the first NaN of INT8 keys is among them,
-        the page gets its scale back."""
-        held = KVPages.trusted(self.pool, None, None, self.format)
+        """Drop the tokens of `pages [N]` after the first `kept [N]`: V becomes zero there."""
         dropped = torch.arange(PAGE_SIZE, device=pages.device) >= kept[:, None]
         dropped = dropped.unflatten(1, (-1, V_GROUP))[:, :, list(V_ORDER)]
-        v = held.v.view(torch.uint8)
+        v = KVPages.trusted(self.pool, None, None, self.format).v.view(torch.uint8)
         v[pages] = v[pages].masked_fill(dropped[:, None, :, None], 0)
-        if not self.format.k.has_nan:
-            scale, (before, first) = held.k_scale[pages], held.nan_in_k[pages].unbind(2)
-            healed = scale.isnan() & (first >= kept[:, None])
-            held.k_scale[pages] = torch.where(healed, before, scale)

@@ -27,7 +27,6 @@ HEADER = 128
 K_SCALE = 0  # float32
 V_SCALE = 4  # float32
 ENGINE_MARK = 8  # int64, which a serving engine may write
-NAN_IN_K = 16  # two float32 (`KVPages.nan_in_k`)
 
 # V_ORDER[position] is the token at a position of a group; V_POSITION is the inverse.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
@@ -93,11 +92,6 @@ def scales_of(pool: torch.Tensor) -> torch.Tensor:
 def engine_marks_of(pool: torch.Tensor) -> torch.Tensor:
     """What a serving engine has written `[num_pages, num_kv_heads]` int64; zero if it has not."""
     return _header(pool, torch.int64)[:, :, ENGINE_MARK // 8]
-
-
-def nan_in_k_of(pool: torch.Tensor) -> torch.Tensor:
-    """`KVPages.nan_in_k` `[num_pages, num_kv_heads, 2]` float32."""
-    return _header(pool, torch.float32)[:, :, NAN_IN_K // 4 : NAN_IN_K // 4 + 2]
 
 
 def _header(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

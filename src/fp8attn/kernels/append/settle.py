@@ -13,7 +13,6 @@ import triton.language as tl
 from ..codec import clamp, finite, inverse, magnitude, needed_scale, with_headroom
 from .slot import (
     HEADER_WORDS,
-    NAN_WORD,
     PAGE,
     SCALE_WORDS,
     add_overflows,
@@ -125,16 +124,6 @@ def _no_maxima():
 
 
 @triton.jit
-def _first_nan(amax, old):
-    """The first new token of K with a NaN, or PAGE. (Rows outside are copies of new tokens.)"""
-    a, b, c, d = amax
-    t, u, v, w = _lane_tokens(False)
-    first = tl.minimum(tl.where(a > _INF, t, PAGE), tl.where(b > _INF, u, PAGE))
-    first = tl.min(tl.minimum(first, tl.minimum(tl.where(c > _INF, v, PAGE), tl.where(d > _INF, w, PAGE))))
-    return tl.maximum(first, old)
-
-
-@triton.jit
 def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr):
     """Round tokens again until one scale fits all.
 
@@ -212,13 +201,10 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
         if not DENSE and old > 0:
             scale = tl.load(scale_ptr)
         large = (not (worst < _LARGE)) | (scale != scale)
-        nan_token = tl.zeros((), tl.float32)
         if large:
             if IS_V:
                 worst = tl.max(tl.maximum(finite(x0), finite(x1)))
             else:
-                if not CODEC.has_nan:
-                    nan_token = _first_nan(amax, old).to(tl.float32)
                 amax = _finite_rows(x0, x1)
                 worst = float_of(_largest(amax))
         if not IS_V:
@@ -234,7 +220,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     if COUNT:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
-        _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES)
+        _store_scale(scale_ptr, slot_ptr, scale, broken, CODES)
     return x0, x1
 
 
@@ -301,7 +287,7 @@ def store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES:
         add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
         scale_ptr = scale_ptr_of(slot_ptr, CODES)
-        _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, _first_nan(every, old).to(tl.float32), old, CODES)
+        _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, CODES)
 
 
 # Both
@@ -324,20 +310,12 @@ def _with_static_scale(x0, x1, scale, old, end, CODES: tl.constexpr, COUNT: tl.c
 
 
 @triton.jit
-def _store_scale(scale_ptr, slot_ptr, scale, broken, nan_token, old, CODES: tl.constexpr):
-    """Write the settled scale of a page, and in K's format without NaN, if the page is `broken` by one, the mark (`KVPages.nan_in_k`)."""
-    DENSE: tl.constexpr = CODES.dense
+def _store_scale(scale_ptr, slot_ptr, scale, broken, CODES: tl.constexpr):
+    """Write the settled scale of a page. It is NaN if the page is `broken` by a NaN that has no code (INT8)."""
     LAYOUT: tl.constexpr = CODES.layout
-    if not CODES.codec.has_nan:  # `KVPages.nan_in_k` keeps what undoes the mark
-        marked = broken & (scale == scale)
-        tl.store(scale_ptr, tl.where(broken, float("nan"), scale))
+    if not CODES.codec.has_nan:
+        scale = tl.where(broken, float("nan"), scale)
+    tl.store(scale_ptr, scale)
+    if CODES.dense and not CODES.is_v:  # the rest of the header
         i = tl.arange(0, HEADER_WORDS)
-        note = tl.where(i == NAN_WORD, scale, tl.where(i == NAN_WORD + 1, nan_token, 0.0))
-        words = HEADER_WORDS if DENSE else tl.where(marked | (old == 0), NAN_WORD + 2, 0)
-        inside = (i >= (SCALE_WORDS if DENSE else NAN_WORD)) & (i < words)
-        tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.where(marked, note, 0.0), mask=inside)
-    else:
-        tl.store(scale_ptr, scale)
-        if DENSE and not CODES.is_v:  # the rest of the header
-            i = tl.arange(0, HEADER_WORDS)
-            tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
+        tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.page_layout import HEADER, K_SCALE, NAN_IN_K, PAGE_SIZE, V_GROUP, V_SCALE
+from ...formats.page_layout import HEADER, K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
 from ..codec import encode_where, from_codes, overflows, to_codes
 from ..rows import channels
 
@@ -20,7 +20,6 @@ HEADER_WORDS = tl.constexpr(HEADER // 4)
 K_SCALE_WORD = tl.constexpr(K_SCALE // 4)
 V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 SCALE_WORDS = tl.constexpr(V_SCALE // 4 + 1)  # the first words are the scales
-NAN_WORD = tl.constexpr(NAN_IN_K // 4)  # the scale of the codes; the first token is in the next word
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 
 

@@ -14,8 +14,6 @@ from ..rotation import hadamard
 from ..rows import load_halves, load_rows, store_rows
 from .slot import (
     GROUP,
-    K_SCALE_WORD,
-    NAN_WORD,
     PAGE,
     add_overflows,
     codes_ptr_of,
@@ -117,21 +115,11 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
 
 
 @triton.jit
-def _store_scale(scale_ptr, scale, nan, position, old, exists, CODES: tl.constexpr):
-    """Write the settled scales of some heads' slots, which have `old` tokens. `nan [HEADS, T]`: new ones, at `position`, that have a NaN.
-
-    The scale of a page with a NaN that has no code (INT8) is NaN. What undoes it is kept (`KVPages.nan_in_k`).
-    """
+def _store_scale(scale_ptr, scale, nan, exists, CODES: tl.constexpr):
+    """Write the settled scales of some heads' slots. It is NaN if a new token `nan [HEADS, T]` has a NaN that has no code (INT8)."""
     if not CODES.codec.has_nan:
-        first = tl.min(tl.where(nan, position, PAGE), 1)
-        marked = (first < PAGE) & (scale == scale)
-        noted = exists & (marked | (first * 0 + old == 0))
-        tl.store(scale_ptr, tl.where(first < PAGE, float("nan"), scale), mask=exists)
-        nan_ptr = scale_ptr + (NAN_WORD - K_SCALE_WORD)
-        tl.store(nan_ptr, tl.where(marked, scale, 0.0), mask=noted)
-        tl.store(nan_ptr + 1, tl.where(marked, first.to(tl.float32), 0.0), mask=noted)
-    else:
-        tl.store(scale_ptr, scale, mask=exists)
+        scale = tl.where(tl.max(nan.to(tl.int32), 1) > 0, float("nan"), scale)
+    tl.store(scale_ptr, scale, mask=exists)
 
 
 @triton.jit
@@ -197,9 +185,9 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     codes = to_codes(x, CODEC, CODES.native)
     position = (old + tokens) % PAGE
     if not STATIC:
-        _store_scale(scale_ptr, scale, nan & here, position, old, exists, CODES)
+        _store_scale(scale_ptr, scale, nan & here, exists, CODES)
         if crosses:
-            _store_scale(next_scale_ptr, next_scale, nan & ~here, position, 0, exists, CODES)
+            _store_scale(next_scale_ptr, next_scale, nan & ~here, exists, CODES)
     if IS_V:
         if old == 0:
             _clear_values(slot_ptr, exists, LAYOUT)
