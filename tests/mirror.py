@@ -31,7 +31,7 @@ ROWS = {
     "fp8attn/derivatives.py": ("test_ops.py",),
     "fp8attn/errors.py": ("tools/cli/test_errors.py",),
     "fp8attn/formats/": ("test_numerics.py",),
-    "fp8attn/formats/rope.py": ("dense/test_rope.py", "test_ops.py"),
+    "fp8attn/formats/rope.py": ("dense/test_rope.py",),
     "fp8attn/integrations/checkpoint.py": ("tools/checkpoints/test_checkpoints.py",),
     "fp8attn/integrations/engine/biases.py": ("integrations/engine/test_static.py", "integrations/engine/test_marks.py"),
     "fp8attn/integrations/engine/layer.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py", "vllm/test_static.py"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Literal, Protocol, overload
+from typing import Any, Protocol
 
 import torch
 
@@ -85,33 +85,6 @@ def append(
     run_append(name, pages, k, v, how)
 
 
-@overload
-def attention(
-    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
-    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
-    out: torch.Tensor | None = ..., backend: BackendName = ...,
-) -> torch.Tensor: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
-    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
-    out: torch.Tensor | None = ..., backend: BackendName = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
-@overload
-def attention(
-    q: torch.Tensor, pages: KVPages, *, cu_seqlens_q: torch.Tensor | None = ..., max_seqlen_q: int | None = ..., causal: bool = ...,
-    softmax_scale: float | None = ..., window: int | None = ..., softcap: float | None = ..., sinks: torch.Tensor | None = ...,
-    leftpad_k: torch.Tensor | None = ..., return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
-    out: torch.Tensor | None = ..., backend: BackendName = ...,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
 def attention(
     q: torch.Tensor,
     pages: KVPages,
@@ -129,7 +102,7 @@ def attention(
     batch_invariant: bool = False,
     out: torch.Tensor | None = None,
     backend: BackendName = "auto",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | Any:  # a pair with `return_lse`; a union with it would make every caller tell them apart
     """Attention of new queries over the cache, for prefill, chunked prefill and decode.
 
         out = softmax(mask(softcap(softmax_scale * q k^T))) v

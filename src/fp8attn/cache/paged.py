@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
@@ -122,27 +122,6 @@ class PagedKVCache(Sequences):
             )
         return pages
 
-    @overload
-    def attention(
-        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
-        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        return_lse: Literal[False] = ..., exact: bool = ..., batch_invariant: bool = ...,
-    ) -> torch.Tensor: ...  # fmt: skip
-
-    @overload
-    def attention(
-        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
-        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        return_lse: Literal[True], exact: bool = ..., batch_invariant: bool = ...,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-    @overload
-    def attention(
-        self, layer: int, q: torch.Tensor, *, causal: bool = ..., softmax_scale: float | None = ..., window: int | None = ...,
-        softcap: float | None = ..., sinks: torch.Tensor | None = ..., leftpad_k: torch.Tensor | None = ...,
-        return_lse: bool, exact: bool = ..., batch_invariant: bool = ...,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
     def attention(
         self,
         layer: int,
@@ -157,7 +136,7 @@ class PagedKVCache(Sequences):
         return_lse: bool = False,
         exact: bool = False,
         batch_invariant: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | Any:  # a pair with `return_lse`; a union with it would make every caller tell them apart
         """Attention of the queries of the last append over the layer's K and V.
 
             out = softmax(mask(softcap(softmax_scale * q k^T))) v

@@ -1,6 +1,6 @@
-"""Definitions that all attention kernels share: `prefill`, `decode`, `portable` and `combine`.
+"""Definitions that all kernels share: `append`, `prefill`, `decode`, `portable` and `combine`.
 
-The kernels use the same names for the same things:
+The kernels of attention use the same names for the same things:
 
 | name | what |
 |---|---|
@@ -17,7 +17,15 @@ from __future__ import annotations
 
 import math
 
+import triton
 import triton.language as tl
+
+from ..formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
+
+PAGE = tl.constexpr(PAGE_SIZE)
+GROUP = tl.constexpr(V_GROUP)
+K_SCALE_WORD = tl.constexpr(K_SCALE // 4)  # of the header, in words of four bytes
+V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
@@ -25,6 +33,18 @@ LN2 = tl.constexpr(math.log(2))
 UNSEEN = tl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = tl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
 HIDDEN_FINITE = tl.constexpr(-1e30)  # a masked score where inf - inf could arise; far below `UNSEEN`, so weights are exactly zero
+
+
+@triton.jit
+def v_position(token):
+    """The position of a token in its group of V (`page_layout.V_POSITION`)."""
+    return (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
+
+
+@triton.jit
+def v_token(position):
+    """The token of a group of V at a position (`page_layout.V_ORDER`)."""
+    return (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
 
 
 def power_of_two(n: int) -> int:

@@ -7,15 +7,12 @@ from functools import lru_cache
 import torch
 
 from ..formats.codec import FP8
-from ..formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE, PageLayout
+from ..formats.page_layout import PAGE_SIZE, V_GROUP, PageLayout
 from ..pages import KVPages
 from .gluon import fetch, gl, gluon, reinterpret
 from .launch import Tiles
 from .view import View
 
-PAGE = gl.constexpr(PAGE_SIZE)
-K_SCALE_WORD = gl.constexpr(K_SCALE // 4)  # of the header, in words of four bytes
-V_SCALE_WORD = gl.constexpr(V_SCALE // 4)
 ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..common import PAGE
 from ..rows import store_rows
-from .slot import HEADER_WORDS, PAGE, SCALE_WORDS, header_ptr_of, store_words, word_token
+from .slot import HEADER_WORDS, SCALE_WORDS, header_ptr_of, store_words, word_token
 
 
 @triton.jit

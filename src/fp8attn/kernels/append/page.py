@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from ..codec import finite, pack_e4m3, round_to, round_to_codes
+from ..common import PAGE
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from ..rows import load_halves, load_lanes, load_rows, quarters, store_rows
 from .settle import bits_of, float_of, no_maxima, scale_before, settle_page, settle_part, store_settled, with_maxima
-from .slot import PAGE, codes_ptr_of, launch_dependents, new_tokens, store_words, word_token
+from .slot import codes_ptr_of, launch_dependents, new_tokens, store_words, word_token
 
 _MAX_GRID = tl.constexpr(MAX_GRID)
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ..codec import clamp, finite, inverse, magnitude, needed_scale, with_headroom
+from ..common import PAGE
 from .slot import (
     HEADER_WORDS,
-    PAGE,
     SCALE_WORDS,
     add_overflows,
     codes_ptr_of,

@@ -9,16 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.page_layout import HEADER, K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
+from ...formats.page_layout import HEADER, V_SCALE
 from ..codec import encode_where, from_codes, overflows, to_codes
+from ..common import GROUP, K_SCALE_WORD, PAGE, V_SCALE_WORD, v_token
 from ..rows import channels
 
-PAGE = tl.constexpr(PAGE_SIZE)
-GROUP = tl.constexpr(V_GROUP)
-# Words of four bytes of the header
 HEADER_WORDS = tl.constexpr(HEADER // 4)
-K_SCALE_WORD = tl.constexpr(K_SCALE // 4)
-V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 SCALE_WORDS = tl.constexpr(V_SCALE // 4 + 1)  # the first words are the scales
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
 
@@ -40,18 +36,6 @@ def scale_ptr_of(slot_ptr, CODES: tl.constexpr):
 def codes_ptr_of(slot_ptr, CODES: tl.constexpr):
     """The pointer to K or V in the slot at `slot_ptr`."""
     return slot_ptr + (CODES.layout.v_offset if CODES.is_v else CODES.layout.k_offset)
-
-
-@triton.jit
-def v_position(token):
-    """The position of a token in its group of V (`page_layout.V_POSITION`)."""
-    return (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
-
-
-@triton.jit
-def v_token(position):
-    """The token of a group of V at a position (`page_layout.V_ORDER`)."""
-    return (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
 
 
 @triton.jit

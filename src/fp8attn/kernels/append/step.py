@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 
 from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
+from ..common import GROUP, PAGE, v_position
 from ..rotation import hadamard
 from ..rows import load_halves, load_rows, store_rows
 from .slot import (
-    GROUP,
-    PAGE,
     add_overflows,
     codes_ptr_of,
     launch_dependents,
@@ -23,7 +22,6 @@ from .slot import (
     round_again,
     saturated,
     scale_ptr_of,
-    v_position,
 )
 
 MAX_PROGRAMS = 64  # for one sequence

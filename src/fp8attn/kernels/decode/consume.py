@@ -6,9 +6,8 @@ Each warp has 32 of a page's 128 tokens, and its own online softmax. After the l
 from __future__ import annotations
 
 from ..codec import ratio_of_powers
-from ..common import HIDDEN_FINITE, LOG2E, UNSEEN
+from ..common import HIDDEN_FINITE, LOG2E, PAGE, UNSEEN
 from ..gluon import aggregate, fence_async_shared, gl, gluon, mbarrier, mma_v2, sync
-from ..pages import PAGE
 from ..ptx import transpose_8x8
 from .combine import combine_ranges, store_head
 from .queries import load_mean, mma_layout

@@ -5,8 +5,8 @@ Every CTA computes its own range from the lengths of the sequences. The host doe
 
 from __future__ import annotations
 
+from ..common import PAGE
 from ..gluon import aggregate, gl, gluon
-from ..pages import PAGE
 
 
 @aggregate

@@ -3,14 +3,9 @@
 import triton
 import triton.language as tl
 
-from ...formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
 from ..codec import from_e4m3, to_fp16
-from ..common import HIDDEN
+from ..common import GROUP, HIDDEN, K_SCALE_WORD, PAGE, V_SCALE_WORD, v_token
 
-_PAGE = tl.constexpr(PAGE_SIZE)
-_GROUP = tl.constexpr(V_GROUP)
-_K_SCALE_WORD = tl.constexpr(K_SCALE // 4)
-_V_SCALE_WORD = tl.constexpr(V_SCALE // 4)
 WEIGHT_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
 
 
@@ -24,8 +19,8 @@ def _page(pool_ptr, page, num_kv_heads, kv_head, LAYOUT: tl.constexpr):
 def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
     """k_scale and v_scale of a page, or 1 if `mask` is False."""
     header_ptr = (page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32))
-    k_scale = tl.load(header_ptr + _K_SCALE_WORD, mask=mask, other=1.0)
-    return k_scale, tl.load(header_ptr + _V_SCALE_WORD, mask=mask, other=1.0)
+    k_scale = tl.load(header_ptr + K_SCALE_WORD, mask=mask, other=1.0)
+    return k_scale, tl.load(header_ptr + V_SCALE_WORD, mask=mask, other=1.0)
 
 
 @triton.jit
@@ -36,7 +31,7 @@ def _add_values(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
         return (_add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS),)
     else:
         low = _add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS)
-        return low, _add_part(acc[1], p, rescale, v_ptrs + PART * _GROUP, v_mask, OPTIONS)
+        return low, _add_part(acc[1], p, rescale, v_ptrs + PART * GROUP, v_mask, OPTIONS)
 
 
 @triton.jit
@@ -47,7 +42,7 @@ def _add_part(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
     CHANNELS: tl.constexpr = OPTIONS.channels // OPTIONS.parts
     rescale = tl.broadcast_to(tl.expand_dims(rescale, -1), acc.shape)
     v = tl.load(v_ptrs) if OPTIONS.head_dim == OPTIONS.width else tl.load(v_ptrs, mask=v_mask, other=0)
-    v = tl.permute(tl.reshape(from_e4m3(v, OPTIONS.native), (TILE // _GROUP, CHANNELS, _GROUP)), (0, 2, 1))
+    v = tl.permute(tl.reshape(from_e4m3(v, OPTIONS.native), (TILE // GROUP, CHANNELS, GROUP)), (0, 2, 1))
     v = tl.reshape(v, (WARPS, TILE // WARPS, CHANNELS) if WARPS > 1 else (TILE, CHANNELS))
     # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
     # and a sum into an accumulation of the tensor core.)
@@ -81,14 +76,14 @@ def add_tiles(
     WARPS: tl.constexpr = OPTIONS.warps
     SOFTCAP: tl.constexpr = OPTIONS.softcap
     NATIVE: tl.constexpr = OPTIONS.native
-    TILES: tl.constexpr = _PAGE // TILE
+    TILES: tl.constexpr = PAGE // TILE
     AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
     d = tl.arange(0, DP)
-    # Columns are V's positions, so K's tokens are read in V's order: inside 16, [0, 1, 8, 9, 2, 3, 10, 11, ...].
+    # Columns are V's positions, so K's tokens are read in V's order.
     position = tl.arange(0, TILE)
     if WARPS > 1:  # a reshape would hide from the compiler that positions are contiguous
         position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
-    token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
+    token = (position & -GROUP) | v_token(position)
     if WARPS > 1:
         k_offsets = token[:, :, None] * D + d[None, None, :]
         k_mask = (d < D)[None, None, :]
@@ -97,9 +92,9 @@ def add_tiles(
         k_offsets = token[:, None] * D + d[None, :]
         k_mask = (d < D)[None, :]
         key = token[None, :]
-    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * _GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
-    v_offsets = tl.arange(0, TILE // _GROUP)[:, None] * (D * _GROUP) + in_group
-    v_mask = in_group < D * _GROUP
+    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
+    v_offsets = tl.arange(0, TILE // GROUP)[:, None] * (D * GROUP) + in_group
+    v_mask = in_group < D * GROUP
 
     # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
     some = first_tile < end_tile
@@ -107,9 +102,9 @@ def add_tiles(
     k_scale, v_scale = _scales(page_ptr, some, LAYOUT)
     v_ratio = v_unit / v_scale
     for tile in range(first_tile, end_tile):
-        tile_ptr = page_ptr + (tile * TILE - tile // TILES * _PAGE) * D
+        tile_ptr = page_ptr + (tile * TILE - tile // TILES * PAGE) * D
         k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
-        v_ptrs = tile_ptr + (LAYOUT.v_offset + channel * _GROUP) + v_offsets
+        v_ptrs = tile_ptr + (LAYOUT.v_offset + channel * GROUP) + v_offsets
         page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.language import PropagateNan
 
 from ...formats import rotation
+from ..common import v_position
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, to_fp8
 from ..rotation import block_size
@@ -62,7 +63,7 @@ def store_signs(signs):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    odd = channel & ((column & 1) | ((column >> 2) & 2) | ((column << 1) & 12))
+    odd = channel & v_position(column)
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
     signs.store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...formats.page_layout import PAGE_SIZE
+from ..common import PAGE
 from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
-TILE = gl.constexpr(PAGE_SIZE)  # keys of a tile: a page
+TILE = PAGE  # keys of a tile
 FEW = gl.constexpr(256)  # rows of prompts that see fewer keys are multiplied twice (`multiply`)
 ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
 
