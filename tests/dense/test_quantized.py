@@ -102,9 +102,9 @@ def test_on_a_gpu_a_negative_descale_makes_its_head_nan(which, backend):
     if backend == "triton":
         pytest.importorskip("triton")
     (q, k, v), descales = operands(batch=1, kv_len=140)
-    expected = fp8_strategy(backend, k, v, *descales, 0.125)(q, None, True)
+    expected = fp8_strategy(backend, k, v, *descales, 0.125)(q, True)
     descales[which][0, 1] *= -1
-    out = fp8_strategy(backend, k, v, *descales, 0.125)(q, None, True)
+    out = fp8_strategy(backend, k, v, *descales, 0.125)(q, True)
     assert out[0, 2:].isnan().all() and torch.equal(out[0, :2], expected[0, :2])
 
 

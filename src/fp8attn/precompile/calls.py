@@ -193,7 +193,7 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
 def quantize(layer: Layer, tokens: int) -> None:
     """Quantize the first tokens of a growing cache, or the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
-    load(layer.backend).from_dense(x, x, _format(layer), None)
+    load(layer.backend).from_dense(x, x, _format(layer))
 
 
 def _combine(layer: Layer, splits: int, tokens: int) -> None:
