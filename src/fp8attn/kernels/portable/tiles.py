@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..codec import from_e4m3, to_fp16
-from ..common import GROUP, HIDDEN, K_SCALE_WORD, PAGE, V_SCALE_WORD, v_token
+from ..common import GROUP, HIDDEN, K_SCALE_WORD, PAGE, V_SCALE_WORD
 
 WEIGHT_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
 
@@ -79,11 +79,11 @@ def add_tiles(
     TILES: tl.constexpr = PAGE // TILE
     AXIS: tl.constexpr = 2 if WARPS > 1 else 1  # of keys
     d = tl.arange(0, DP)
-    # Columns are V's positions, so K's tokens are read in V's order.
+    # Columns are V's positions, so K's tokens are read in V's order: `common.v_token` in each group.
     position = tl.arange(0, TILE)
     if WARPS > 1:  # a reshape would hide from the compiler that positions are contiguous
         position = tl.arange(0, WARPS)[:, None] * (TILE // WARPS) + tl.arange(0, TILE // WARPS)[None, :]
-    token = (position & -GROUP) | v_token(position)
+    token = (position & ~15) | (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
     if WARPS > 1:
         k_offsets = token[:, :, None] * D + d[None, None, :]
         k_mask = (d < D)[None, None, :]
