@@ -47,7 +47,7 @@ def test_dense_calls(made, used, backend):
             fp8attn.scaled_dot_product_attention(q, k, v, is_causal=True, backend=backend),
             fp8attn.rope_scaled_dot_product_attention(q, k, v, cos, sin, backend=backend),
             quantized(q8, k8, v8, q_descale=scale, k_descale=scale, v_descale=scale, backend=backend),
-            *fp8attn.fake_quantize(k, v, rope_cos=cos, rope_sin=sin, backend=backend),
+            *fp8attn.fake_quantize(k, v, backend=backend),
         )
 
     check(run, made, used)
@@ -56,11 +56,10 @@ def test_dense_calls(made, used, backend):
 @pytest.mark.parametrize(("made", "used"), PAIRS)
 def test_gradients_of_fake_quantize(made, used):
     """They reach weights in normal mode, whatever the other tensors are."""
-    cos, sin = (draw(made, S, D // 2, seed=i, dtype=torch.float32) for i in (3, 4))
     with MODES[used]():
-        fp8attn.fake_quantize(*(draw(made, B, H, S, D, seed=i) for i in range(2)), rope_cos=cos, rope_sin=sin)
+        fp8attn.fake_quantize(*(draw(made, B, H, S, D, seed=i) for i in range(2)))
     k, v = (draw("normal", B, H, S, D, seed=i, dtype=torch.float32).requires_grad_() for i in range(2))
-    outs = fp8attn.fake_quantize(k, v, rope_cos=cos, rope_sin=sin)
+    outs = fp8attn.fake_quantize(k, v)
     torch.autograd.backward(outs, [torch.ones_like(x) for x in outs])
     assert torch.equal(v.grad, torch.ones_like(v)) and k.grad.isfinite().all() and k.grad.any()
 
