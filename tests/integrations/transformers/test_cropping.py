@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from fp8attn.integrations.transformers import FP8Cache
+from tests.integrations.transformers.test_cache import interrupted
 from tests.support.transformers_models import Oracle, close, generated, make, one_thread, prompt  # noqa: F401
 
 LENGTH, SHORT = 256, 32  # of static caches; of windows that stay in 16 bits
@@ -80,6 +81,23 @@ def test_crop_keeps_exactly_the_tokens_before(model, held, static, number):
             assert torch.equal(found, expected)
         else:  # the tokens that were dropped may have made the scales of a page larger, so that the others are coarser
             close(found, expected, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:the last forward stopped")
+@pytest.mark.parametrize("stopped", [0, 1])  # of three layers, after the layer has appended
+@pytest.mark.parametrize("held", [0, 30, 130])
+def test_crop_of_nothing_drops_tokens_that_only_some_layers_hold(model, held, stopped):
+    cache = filled(model, held)
+    if len(cache.fp8_layers) < len(cache.layers):
+        pytest.skip("a window in 16 bits that has become full cannot go back")
+    interrupted(model, stopped, OTHER, past_key_values=cache)
+    cache.crop(0)
+    assert lengths(cache) == {held}
+    found, expected = next_logits(model, cache), next_logits(model, filled(model, held))
+    if held:
+        close(found, expected, 0.02)  # the tokens that were dropped may have made the scales of a page larger
+    else:
+        assert torch.equal(found, expected)
 
 
 def test_a_positive_crop_is_refused_and_changes_nothing(model):
