@@ -4,8 +4,7 @@
 """
 
 from .layer import LayerObserver, Options
-from .mergeable import concatenate, select
 from .observer import METHODS, Method
 from .report import Coverage, ScalesReport, Worst, counters
 
-__all__ = ["METHODS", "Coverage", "LayerObserver", "Method", "Options", "ScalesReport", "Worst", "concatenate", "counters", "select"]
+__all__ = ["METHODS", "Coverage", "LayerObserver", "Method", "Options", "ScalesReport", "Worst", "counters"]

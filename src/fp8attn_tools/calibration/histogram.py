@@ -7,13 +7,10 @@ texts have the same bins, and no value of a BF16 tensor is changed. A bin is 2^-
 from __future__ import annotations
 
 from functools import cache
-from typing import ClassVar
 
 import torch
 
 from fp8attn.formats.codec import E4M3, Codec
-
-from .mergeable import Mergeable, Operation
 
 BINS = 1 << 15
 INFINITE = 0x7F80  # the bin of infinity; NaN is above
@@ -22,14 +19,12 @@ TOGETHER = 16  # scales whose errors are computed together: a GPU waits for the 
 COARSE, FINE, OCTAVES = 8, 64, 16  # scales that are tried for each octave: first, then near the best; and how far below the maximum
 
 
-class Histogram(Mergeable):
+class Histogram:
     """Counts of the magnitudes of each head.
 
     Args:
         every: count one token of so many. The shares stay, and so do quantiles and the least error, but for the chance of which tokens.
     """
-
-    STATE: ClassVar[dict[str, Operation]] = {"counts": "sum"}
 
     def __init__(self, every: int = 1) -> None:
         self.every, self.seen = every, 0  # tokens
@@ -40,32 +35,10 @@ class Histogram(Mergeable):
         heads = len(x)
         if self.counts is None:
             self.counts = torch.zeros(heads, BINS, dtype=torch.int64, device=x.device)
-        self.counts = self.counts.to(x.device)  # after loading, the device may be another one
         begin, self.seen = -self.seen % self.every, self.seen + x.shape[1]
         bins = (x[:, begin :: self.every].bfloat16().reshape(heads, -1).view(torch.int16) & (BINS - 1)).long()
         new = torch.zeros_like(self.counts, dtype=torch.int32)  # torch's atomic additions of int64 are slow: a loop of comparisons
         self.counts += new.scatter_add_(1, bins, new.new_ones(()).expand_as(bins))
-
-    def merge(self, other: Histogram) -> None:
-        """Add what another histogram of the same heads has counted."""
-        super().merge(other)
-        self.seen += other.seen
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The bins with a value, because nearly all are empty: the bins' indices in the flat histogram, and their counts."""
-        if self.counts is None:
-            return {}
-        bins = self.counts.flatten().nonzero()[:, 0]
-        shape = torch.tensor([len(self.counts), self.seen])
-        return {"bins": bins.int(), "values": self.counts.flatten()[bins], "shape": shape}
-
-    def load_state_dict(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
-        """Continue from the tensors of `state_dict`."""
-        if tensors:
-            heads, self.seen = tensors["shape"].tolist()
-            flat = torch.zeros(heads * BINS, dtype=torch.int64)
-            flat[tensors["bins"].long()] = tensors["values"]
-            self.counts = flat.view(-1, BINS).to(device)
 
     def quantile(self, q: float) -> torch.Tensor:
         """`[num_heads]` float32: the upper end of the smallest bin that at least a share `q` of the values does not exceed."""

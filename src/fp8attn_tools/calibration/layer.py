@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
 
-from .mergeable import select
 from .moments import Moments
 from .observer import METHODS, Method, Observer
 
@@ -81,15 +79,8 @@ class LayerObserver:
         """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"`, after `settle`."""
         self.observers[which].add(x)
 
-    def settle(self, data_group: dist.ProcessGroup | None = None) -> None:
-        """Compute the means. They do not change afterwards, whatever the tokens that follow: any constant may be subtracted.
-
-        Args:
-            data_group: processes that have looked at different text, whose means are the same.
-        """
-        if data_group is not None:
-            for moments in self.moments.values():
-                moments.all_reduce(data_group)
+    def settle(self) -> None:
+        """Compute the means. They do not change afterwards, whatever the tokens that follow: any constant may be subtracted."""
         if not self.options.means:
             return
         for which, moments in self.moments.items():
@@ -112,54 +103,27 @@ class LayerObserver:
             observer.mean = means[which]
 
     @property
-    def num_kv_heads(self) -> int:
-        """KV heads that were seen."""
-        low = self.moments["k"].low
-        return 0 if low is None else len(low)
-
-    @property
     def tokens(self) -> int:
         """Tokens that were counted."""
-        seen = self.observers["k"].tokens
-        return 0 if seen is None else int(seen)
+        return self.observers["k"].tokens
 
     def largest(self) -> dict[str, torch.Tensor]:
         """By name, a number on the device that is NaN or infinite if the tensor had such a value."""
         return {which: observer.amax.sum() for which, observer in self.observers.items() if observer.amax is not None}
 
-    def results(self, data_group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
-        """Scales, means, `k_offset [num_kv_heads]` (`Moments.offsets`), and `k_noise` and `v_noise` (`Observer.noise`). The first axis of
-        each is the head.
-
-        Args:
-            data_group: processes that have seen different text. Their observers are merged; samples are not, so their noise is summed.
-        """
-        found = {}
+    def results(self) -> dict[str, torch.Tensor]:
+        """Scales, means, `k_offset [num_kv_heads]` (`Moments.offsets`), and `k_noise` and `v_noise` (`Observer.noise`), on the CPU. The
+        first axis of each is the head."""
+        results = {}
         for which, observer in self.observers.items():
             if observer.amax is None:  # a model whose attention cannot be observed: no Q
                 continue
-            if data_group is not None:
-                observer.all_reduce(data_group)
-            scale = found[f"{which}_scale"] = observer.scale(self.options.method, self.options.percentile)
+            scale = results[f"{which}_scale"] = observer.scale(self.options.method, self.options.percentile)
             if which in self.moments:
                 low = self.moments[which].low
                 assert low is not None
-                mean = found[f"{which}_mean"] = torch.zeros_like(low) if observer.mean is None else observer.mean
-                noise = found[f"{which}_noise"] = observer.noise(scale)
+                mean = results[f"{which}_mean"] = torch.zeros_like(low) if observer.mean is None else observer.mean
+                results[f"{which}_noise"] = observer.noise(scale)
                 if which == "k":
-                    found["k_offset"] = self.moments[which].offsets(mean)
-                if data_group is not None:
-                    dist.all_reduce(noise, group=data_group)
-        return found
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
-        parts = {**{f"observer.{key}": x for key, x in self.observers.items()}, **{f"moments.{key}": x for key, x in self.moments.items()}}
-        return {f"{name}.{key}": x for name, part in parts.items() for key, x in part.state_dict().items()}
-
-    def load_state_dict(self, tensors: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> None:
-        """Continue from the tensors of `state_dict`."""
-        for which, observer in self.observers.items():
-            observer.load_state_dict(select(tensors, f"observer.{which}"), device)
-        for which, moments in self.moments.items():
-            moments.load_state_dict(select(tensors, f"moments.{which}"), device)
+                    results["k_offset"] = self.moments[which].offsets(mean)
+        return {name: tensor.cpu() for name, tensor in results.items()}

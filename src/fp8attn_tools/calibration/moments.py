@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from fp8attn.scales import SEVERAL
 
-from .mergeable import Mergeable, Operation
 from .rotation import rotate_many
 
 # RoPE rotates an offset by an angle of 2 a over a text; its mean is then sin(a) / a of its size. If tan(a) < 2 a, that is a < 1.166, no
@@ -19,7 +16,7 @@ MIN_SHARE_OF_OFFSET = 0.62
 _SPREAD = (lambda x: torch.cat([x, x], -1), lambda x: x.repeat_interleave(2, -1))
 
 
-class Moments(Mergeable):
+class Moments:
     """Sums of powers, minimum and maximum of each channel.
 
     Args:
@@ -27,11 +24,9 @@ class Moments(Mergeable):
         rope: whether RoPE has been applied to it. Then the sums of pairs of channels are kept, too.
     """
 
-    STATE: ClassVar[dict[str, Operation]] = {"count": "sum", "sums": "sum", "low": "min", "high": "max"}
-
     def __init__(self, rotated: bool = False, rope: bool = False) -> None:
         self.rotated, self.rope = rotated, rope
-        self.count: torch.Tensor | None = None  # tokens, int64
+        self.count = 0  # tokens
         self.sums: torch.Tensor | None = None  # [6 or 2, num_heads, head_dim] float64; pairs are repeated for both of their channels
         self.low: torch.Tensor | None = None  # [num_heads, head_dim] float32, as the tensor is stored
         self.high: torch.Tensor | None = None
@@ -45,21 +40,23 @@ class Moments(Mergeable):
         self.given = x.dtype
         x = x.float()
         stored = rotate_many(x) if self.rotated else x
-        new = Moments()
-        new.count = torch.full((), len(x), dtype=torch.int64, device=x.device)
-        new.low, new.high = stored.amin(0), stored.amax(0)
+        low, high = stored.amin(0), stored.amax(0)
         square = x.square()
         sums = [x.sum(0, dtype=torch.float64), square.sum(0, dtype=torch.float64)]
         for (a, b), spread in zip(_pairings(square), _SPREAD, strict=True) if self.rope else ():
             power = a + b
             sums += [spread(power.sum(0, dtype=torch.float64)), spread(power.square_().sum(0, dtype=torch.float64))]
-        new.sums = torch.stack(sums)
-        self.merge(new)
+        self.count += len(x)
+        if self.sums is None:
+            self.sums, self.low, self.high = torch.stack(sums), low, high
+        else:
+            self.sums += torch.stack(sums)
+            self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
 
     def mean(self) -> torch.Tensor:
         """The static mean `[num_heads, head_dim]` float32, before the rotation. It is zero in channels whose mean is less than several
         deviations, and in pairs that RoPE rotates too far."""
-        assert self.sums is not None and self.count is not None and self.low is not None and self.high is not None
+        assert self.sums is not None and self.low is not None and self.high is not None
         mean, square = self.sums[0] / self.count, self.sums[1] / self.count
         variance = (square - mean.square()).clamp_min(0)
         if self.rope:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3, Codec, Float, codec_of
 from fp8attn.scales import LayerScales, ranges
 
-from .mergeable import Mergeable, Operation, concatenate
 from .observer import PIECE, Observer
 
 # A scale of `amax / 127` times 127 may be less than amax by a rounding error. Such values are not counted as saturated.
@@ -99,7 +97,7 @@ class ScalesReport:
         return sorted(heads, key=lambda head: -getattr(head, what))[:count]
 
 
-class Counter(Mergeable):
+class Counter:
     """Counts saturated values and underflow of one tensor with static scales.
 
     Args:
@@ -107,8 +105,6 @@ class Counter(Mergeable):
         mean: `[num_heads, head_dim]`; None: zero.
         codec, rotated: as `Observer` takes them.
     """
-
-    STATE: ClassVar[dict[str, Operation]] = {"counts": "sum"}
 
     def __init__(self, scale: torch.Tensor, mean: torch.Tensor | None, codec: Codec, rotated: bool) -> None:
         self._as_stored = Observer(codec, rotated)
@@ -125,38 +121,33 @@ class Counter(Mergeable):
         """
         if x.shape[1] != len(self._limit):
             raise UsageError(
-                f"the scales have {len(self._limit)} heads, and the model has {x.shape[1]} in this process. Pass the process group that "
-                "the heads are divided over as tensor_parallel, or the scales of this model"
+                f"the scales have {len(self._limit)} heads, and the model has {x.shape[1]} in this process; pass the scales of this model, "
+                "and a model whose heads are not divided over processes"
             )
         if self.counts is None:
             self._limit, self._least = (y.to(x.device)[:, None, None] for y in (self._limit, self._least))
             self._as_stored.mean = None if self._mean is None else self._mean.to(x.device)
-        new = Counter.__new__(Counter)
         for piece in x.split(max(1, PIECE // x[0].numel())):
             size = self._as_stored.stored(piece.transpose(0, 1)).abs()
             saturated = (size > self._limit).sum((1, 2))
             underflow = ((size <= self._least) & (size > 0)).sum((1, 2))
-            new.counts = torch.stack([torch.full_like(saturated, size[0].numel()), saturated, underflow])
-            self.merge(new)
+            counts = torch.stack([torch.full_like(saturated, size[0].numel()), saturated, underflow])
+            self.counts = counts if self.counts is None else self.counts + counts
 
-    def coverage(self, tensor_group: dist.ProcessGroup | None = None) -> Coverage:
-        """The shares of what was counted, of the heads of all processes of the group."""
+    def coverage(self) -> Coverage:
+        """The shares of what was counted."""
         assert self.counts is not None
-        values, saturated, underflow = concatenate(self.counts.T, tensor_group).double().unbind(1)
+        values, saturated, underflow = self.counts.cpu().double()
         return Coverage(saturated / values, underflow / values)
 
 
-def counters(scales: LayerScales, tensor_group: dist.ProcessGroup | None = None) -> dict[str, Counter]:
-    """The `Counter`s of a layer with these scales: K and V, and Q if they have a `q_scale`.
-
-    Args:
-        scales: of all heads.
-        tensor_group: the processes that the heads are divided over; None: this process has all.
-    """
-    rank, size = (0, 1) if tensor_group is None else (dist.get_rank(tensor_group), dist.get_world_size(tensor_group))
-    k_scale, v_scale, k_mean, v_mean = (x.chunk(size)[rank] for x in (scales.k_scale, scales.v_scale, scales.k_mean, scales.v_mean))
+def counters(scales: LayerScales) -> dict[str, Counter]:
+    """The `Counter`s of a layer with these scales: K and V, and Q if they have a `q_scale`."""
     keys = codec_of(scales.key_dtype)
-    found = {"k": Counter(k_scale, k_mean, keys, scales.rotate_keys), "v": Counter(v_scale, v_mean, E4M3, False)}
+    found = {
+        "k": Counter(scales.k_scale, scales.k_mean, keys, scales.rotate_keys),
+        "v": Counter(scales.v_scale, scales.v_mean, E4M3, False),
+    }
     if scales.q_scale is not None:
-        found["q"] = Counter(scales.q_scale.chunk(size)[rank], None, keys, scales.rotate_keys)
+        found["q"] = Counter(scales.q_scale, None, keys, scales.rotate_keys)
     return found

@@ -173,6 +173,12 @@ def tensors_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
     return ids, mask
 
 
+def count_tokens(batch: Batch) -> int:
+    """Tokens of a batch that are not padding."""
+    ids, mask = tensors_of(batch)
+    return ids.numel() if mask is None else int(mask.bool().sum())
+
+
 def _implementations(config: Any) -> Any:
     """The attention implementations of a config and of the configs in it, as `set_attn_implementation` takes them."""
     inner = {key: _implementations(found) for key in config.sub_configs if (found := getattr(config, key, None)) is not None}

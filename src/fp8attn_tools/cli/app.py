@@ -90,7 +90,6 @@ def calibrate(
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
     chunk: Chunk = 32768,
-    checkpoint: Annotated[Path | None, typer.Option(help="A file from which the same command continues after it was killed.")] = None,
     held_out: Annotated[
         Path | None, typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero.")
     ] = None,
@@ -111,7 +110,6 @@ def calibrate(
         if held_out is None:
             raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
     write_scales, write_plot = output(save), output(plot)
-    output(checkpoint)  # it is written in the middle of the run
     passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from ..calibration.calibrate import calibrate as run
     from ..calibration.calibrate import check_scales
@@ -127,7 +125,7 @@ def calibrate(
     with progress("sequences") as tick:
         found = run(
             loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
-            rotate_keys=rotate_keys, means=means, chunk=chunk, checkpoint=checkpoint, progress=tick,
+            rotate_keys=rotate_keys, means=means, chunk=chunk, progress=tick,
         )  # fmt: skip
     write_scales(found.save)
     covered = None

@@ -99,16 +99,3 @@ def test_the_scale_of_least_error_against_brute_force(shape, codec):
     if shape == "normal":  # elsewhere single values dominate, and where in its bin a single value is is not known
         torch.testing.assert_close(histogram.squared_error(scale, codec), mine, rtol=0.01, atol=0)
     assert (scale <= amax / codec.max * (1 + 1e-6)).all()
-
-
-def test_the_state_is_the_histogram():
-    x = heavy(100)
-    whole, first, rest = Histogram(), Histogram(), Histogram()
-    whole.add(x), first.add(x[:, :30])
-    rest.load_state_dict(first.state_dict())
-    rest.add(x[:, 30:])
-    assert torch.equal(rest.counts, whole.counts)
-    merged, other = counted(x[:, :30]), counted(x[:, 30:])
-    merged.merge(other)
-    assert torch.equal(merged.counts, whole.counts)
-    Histogram().load_state_dict(Histogram().state_dict())

@@ -67,5 +67,5 @@ def test_maps_and_the_worst():
 def test_another_number_of_heads_is_refused():
     """A part of the heads would be broadcast to all."""
     layer = LayerScales(*[torch.ones(HEADS)] * 2, *[torch.zeros(HEADS, DIM)] * 2)
-    with pytest.raises(UsageError, match=r"the scales have 2 heads, and the model has 1 in this process\. Pass the process group"):
+    with pytest.raises(UsageError, match=r"the scales have 2 heads, and the model has 1 in this process; pass the scales of this model"):
         counters(layer)["k"].add(torch.ones(3, 1, DIM))

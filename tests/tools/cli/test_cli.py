@@ -53,12 +53,12 @@ def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
     held_out.write_text("QUICK BROWN FOX; " * 20)
     options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--held-out", held_out)
     options += ("--method", "percentile", "--percentile", 90)
-    found = run_json("calibrate", *options, "--plot", plot, "--checkpoint", tmp_path / "c.safetensors")
+    found = run_json("calibrate", *options, "--plot", plot)
     assert [(row["layer"], row["tensor"]) for row in found["report"]] == [(layer, tensor) for layer in (0, 1) for tensor in "kvq"]
     shares = [share for row in found["report"] for share in row["saturated"]]
     assert all(0.0 < share < 0.3 for share in shares)  # about a tenth of other text, too
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "plots", "s.safetensors"]  # no checkpoint is left
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "plots", "s.safetensors"]
     text = " ".join(run("calibrate", *options).split())
     assert "Held-out text: what static scales do not cover, 340 tokens" in text
 

@@ -20,7 +20,6 @@ from tests.tools.cli.running import fail, never
 
 COMMANDS = {
     "calibrate --out": ("calibrate", "--out"),
-    "calibrate --checkpoint": ("calibrate", "--checkpoint"),
     "evaluate --report": ("evaluate", "--report"),
     "needle --plot": ("evaluate", "needle", "--plot"),
     "needle --out": ("evaluate", "needle", "--out"),
