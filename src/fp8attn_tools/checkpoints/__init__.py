@@ -9,7 +9,7 @@ renamed or in a file that the index does not name. Nothing here imports vLLM.
 """
 
 from .check import Export, check
-from .formats import FORMATS, STRATEGIES
+from .formats import STRATEGIES
 from .overlay import export
 
-__all__ = ["FORMATS", "STRATEGIES", "Export", "check", "export"]
+__all__ = ["STRATEGIES", "Export", "check", "export"]

@@ -17,7 +17,7 @@ from fp8attn.integrations.checkpoint import FLOATS, INDEX, Checkpoint
 from fp8attn.scales import KVScales
 
 from .attentions import attentions_of, heads_of, layers_text
-from .formats import Format, Strategy, declared, names, shape, to_tensor, values
+from .formats import Strategy, declared, names, shape, to_tensor, values
 
 SCALES = "model-kv-scales.safetensors"
 NOTE = "fp8attn"  # the entry in the metadata of that file
@@ -31,14 +31,13 @@ class Export:
 
     Attributes:
         folder: where it is.
-        format, strategy: how the scales are written.
+        strategy: how the scales are written.
         scales: by layer index, the scales of `"q"`, `"k"` and `"v"`, float32: `[1]`, or `[heads]` with `strategy="attn_head"`.
         skip_layers: layers without scales, whose cache must be in 16 bits.
         moved: layers where a static mean of V was moved into the biases.
     """
 
     folder: Path
-    format: Format
     strategy: Strategy
     scales: Mapping[int, Mapping[str, torch.Tensor]]
     skip_layers: tuple[int, ...] = ()
@@ -64,23 +63,21 @@ def check(folder: str | Path, scales: KVScales | None = None) -> Export:
             in `scales`; the index does not agree with the files; the config does not make vLLM read scales.
     """
     checkpoint = Checkpoint.read(folder)
-    format, strategy = declared(checkpoint)
+    strategy = declared(checkpoint)
     if unnamed := {path.name for path in checkpoint.folder.glob("*.safetensors")} - {t.file for t in checkpoint.tensors.values()}:
         raise UsageError(f"{checkpoint.folder / INDEX} does not name {', '.join(sorted(unnamed))}: vLLM would not read it")
     note = _note(checkpoint)
     attentions = attentions_of(checkpoint)
     skipped = tuple(note.get("skip_layers", ()))
-    wanted = {index: names(format, attention) for index, attention in attentions.items() if index not in skipped}
+    wanted = {index: names(attention) for index, attention in attentions.items() if index not in skipped}
     expected = {name for named in wanted.values() for name in named.values()}
     present = {name for name in checkpoint.tensors if _CACHE_SCALE.fullmatch(name)}
-    _compare(checkpoint, format, expected, present)
+    _compare(checkpoint, expected, present)
     found: dict[int, dict[str, torch.Tensor]] = {}
     q_heads, kv_heads, _ = heads_of(checkpoint)
     for index, named in wanted.items():
-        found[index] = {
-            x: _scale(checkpoint, name, shape(format, strategy, q_heads if x == "q" else kv_heads)) for x, name in named.items()
-        }
-    export = Export(Path(folder), format, strategy, found, skipped, tuple(note.get("moved", ())))
+        found[index] = {x: _scale(checkpoint, name, shape(strategy, q_heads if x == "q" else kv_heads)) for x, name in named.items()}
+    export = Export(Path(folder), strategy, found, skipped, tuple(note.get("moved", ())))
     if scales is not None:
         _compare_values(export, scales)
     return export
@@ -99,13 +96,13 @@ def _note(checkpoint: Checkpoint) -> dict[str, list[int]]:
     return found
 
 
-def _compare(checkpoint: Checkpoint, format: Format, expected: Iterable[str], present: Iterable[str]) -> None:
+def _compare(checkpoint: Checkpoint, expected: Iterable[str], present: Iterable[str]) -> None:
     missing, unknown = sorted(set(expected) - set(present)), sorted(set(present) - set(expected))
     if missing:
         also = f"; it has {_some(unknown)}, which vLLM does not know" if unknown else ""
-        raise UsageError(f"{checkpoint.folder} lacks {_some(missing)} ({format}), and vLLM would take 1.0{also}. Export again")
+        raise UsageError(f"{checkpoint.folder} lacks {_some(missing)}, and vLLM would take 1.0{also}. Export again")
     if unknown:
-        raise UsageError(f"{checkpoint.folder} has {_some(unknown)}, which are not the names of {format}; export again")
+        raise UsageError(f"{checkpoint.folder} has {_some(unknown)}, which are not the names of its layers' scales; export again")
 
 
 def _some(names: list[str]) -> str:
@@ -134,7 +131,7 @@ def _compare_values(export: Export, scales: KVScales) -> None:
         if (queries := layer.q_scale) is not None:
             calibrated["q"] = queries
         for x, given in calibrated.items():
-            value = to_tensor(given, export.format, export.strategy).flatten()
+            value = to_tensor(given, export.strategy).flatten()
             if not torch.equal(found[x], value):
                 got = f"{found[x].tolist()}, and was calibrated as {value.tolist()}"
                 raise UsageError(f"{export.folder}: the scale of {x.upper()} of layer {index} is {got}; export again")

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.checkpoint import INDEX, Checkpoint
+from fp8attn.integrations.checkpoint import CONFIG, INDEX, Checkpoint
 from fp8attn.scales import KVScales, LayerScales
 
 from .attentions import Attention, attentions_of, heads_of, layers_text
 from .check import NOTE, SCALES, Export, check
 from .fold import moved_means, overwrite
-from .formats import Format, Strategy, check_choice, configs, names, to_tensor, values
+from .formats import STRATEGIES, Strategy, names, new_config, to_tensor, values
 
 # Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to them.
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
@@ -34,12 +34,10 @@ def export(
     scales: KVScales,
     out: str | Path,
     *,
-    format: Format = "compressed-tensors",
     strategy: Strategy = "tensor",
     fold_v_mean: bool = True,
     q_scale: float | None = None,
     skip_layers: Collection[int] = (),
-    copy: bool = False,
 ) -> Export:
     """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and queries.
 
@@ -51,50 +49,47 @@ def export(
         scales: calibrated with key_dtype="e4m3" and rotate_keys=False. vLLM subtracts no means, so the scale of K is made larger by
             `max |k_mean| / 448`.
         out: the new folder.
-        format: `"compressed-tensors"`, or `"modelopt"`, which has one scale a layer.
         strategy: `"tensor"`, one scale a layer: the largest of its heads'. `"attn_head"`, one a head, which FlashAttention-3 takes; vLLM's
             FlashInfer and Triton refuse it, and its CPU backend takes the largest.
         fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the same but for the
             rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the scale of V is made larger, as K's.
         q_scale: the scale of queries, if `scales` has none: 1.0 represents magnitudes from 2^-6 to 448 with full precision.
         skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no scales.
-        copy: copy the files instead of linking to them; for another machine, or a container.
     Raises:
-        UsageError: the scales do not fit the checkpoint or the format; a layer has none; a mean of V that no bias can take; names of an
+        UsageError: the scales do not fit the checkpoint; a layer has none; a mean of V that no bias can take; names of an
             unknown architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
     """
-    check_choice(format, strategy)
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy must be one of {STRATEGIES}; got {strategy!r}")
     source, target = Checkpoint.read(checkpoint), Path(out)
     attentions = _layers_to_write(source, scales, skip_layers)
-    new_configs = configs(source, format, strategy)
+    config = new_config(source, strategy)
     written: dict[str, torch.Tensor] = {}
     moved: dict[str, torch.Tensor] = {}
     moved_layers = []
     for index, attention in attentions.items():
         layer = scales.layer(index)
-        named = names(format, attention)
         if fold_v_mean and layer.v_mean.any():
             moved |= moved_means(source, attention, layer.v_mean)
             moved_layers.append(index)
         given = {"q": _q_scale(source, index, layer, q_scale), **values(layer, index in moved_layers)}
-        written |= {name: to_tensor(given[x], format, strategy) for x, name in named.items()}
+        written |= {name: to_tensor(given[x], strategy) for x, name in names(attention).items()}
     if clash := sorted(written.keys() & source.tensors.keys()):
         raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
     note = {
-        "format": format, "strategy": strategy, "skip_layers": sorted(set(skip_layers)), "moved": moved_layers,
+        "strategy": strategy, "skip_layers": sorted(set(skip_layers)), "moved": moved_layers,
         "model_id": scales.model_id, "method": scales.method, "tokens": scales.tokens,
     }  # fmt: skip
 
     def write(folder: Path) -> None:
         changed = {source.tensors[name].file for name in moved}
-        _link(source, folder, set(new_configs), copy, changed)
+        _link(source, folder, changed)
         for file in changed:
             new = {name: tensor for name, tensor in moved.items() if source.tensors[name].file == file}
             overwrite(folder / _RENAMED.get(file, file), new)
         # safetensors' own save_file ignores the umask and makes the file private.
         (folder / SCALES).write_bytes(save(written, {"format": "pt", NOTE: json.dumps(note)}))
-        for name, config in new_configs.items():
-            _write_json(folder / name, config)
+        _write_json(folder / CONFIG, config)
         _write_json(folder / INDEX, _index(source, written))
         check(folder, scales)
 
@@ -162,17 +157,15 @@ def _model_id(folder: Path) -> str:
     return folder.parent.parent.name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
 
 
-def _link(source: Checkpoint, folder: Path, new: Collection[str], copy: bool, changed: Collection[str]) -> None:
-    """Links to the files of the checkpoint, or copies of all, or of `changed`; without those that are `new`, and without other weights."""
+def _link(source: Checkpoint, folder: Path, changed: Collection[str]) -> None:
+    """Links to the files of the checkpoint, and copies of those that are `changed`; without config, index and other weights."""
     named = {tensor.file for tensor in source.tensors.values()}
     for path in sorted(source.folder.iterdir()):
         other = (path.suffix in _OTHER_WEIGHTS and path.name not in named) or path.name in _OTHER_FILES or path.name.startswith(".")
-        if other or path.name in {INDEX, *new}:
+        if other or path.name in {CONFIG, INDEX}:
             continue
         new_path = folder / _RENAMED.get(path.name, path.name)
-        if path.is_dir() and copy:
-            shutil.copytree(path, new_path)
-        elif copy or path.name in changed:
+        if path.name in changed:
             shutil.copyfile(path, new_path)
         else:
             new_path.symlink_to(path.resolve())

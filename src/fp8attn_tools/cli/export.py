@@ -19,16 +19,12 @@ def export(
     scales: Annotated[Path | None, typer.Option(help="Calibrated scales: fp8attn calibrate --key-dtype e4m3 --no-rotate-keys.")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="The folder to write.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only verify an exported folder, with --scales against these.")] = False,
-    format: Annotated[
-        Literal["compressed-tensors", "modelopt"], typer.Option(help="The format: both are read by stock vLLM.")
-    ] = "compressed-tensors",
     strategy: Annotated[
         Literal["tensor", "attn_head"], typer.Option(help="One scale a layer, or one a head (FlashAttention-3 takes these).")
     ] = "tensor",
     fold_v_mean: Annotated[bool, typer.Option(help="Move static means of V into the biases of the checkpoint.")] = True,
     q_scale: Annotated[float | None, typer.Option(help="The scale of queries, if the scales have none.")] = None,
     skip_layers: Annotated[str, typer.Option(help="Layers that vLLM keeps in 16 bits, such as 0,5.")] = "",
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the weights instead of linking to them.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write calibrated scales beside a checkpoint's weights, so that vLLM without fp8attn serves with them. Verify that all arrived."""
@@ -45,15 +41,13 @@ def export(
         raise UsageError("give --scales FILE (fp8attn calibrate writes it) and --out FOLDER, or --check to verify an exported folder")
     else:
         skipped = numbers(skip_layers, int, "--skip-layers") if skip_layers else []
-        found = checkpoints.export(
-            folder, given, save, format=format, strategy=strategy, fold_v_mean=fold_v_mean, q_scale=q_scale, skip_layers=skipped, copy=copy
-        )
+        found = checkpoints.export(folder, given, save, strategy=strategy, fold_v_mean=fold_v_mean, q_scale=q_scale, skip_layers=skipped)
     if as_json:
         rows = [{"layer": index, **{f"{x}_scale": scale.tolist() for x, scale in layer.items()}} for index, layer in found.scales.items()]
-        how = {"folder": str(found.folder), "format": found.format, "strategy": found.strategy, "command": found.command}
+        how = {"folder": str(found.folder), "strategy": found.strategy, "command": found.command}
         print_json({**how, "skip_layers": found.skip_layers, "moved": found.moved, "rows": rows})
         return
-    table = Table(title=f"{found.folder}: {found.format}, {found.strategy}")
+    table = Table(title=f"{found.folder}: scales by {found.strategy}")
     for column in ("layer", "K", "V", "queries", ""):
         table.add_column(column, justify="right" if column else "left")
     for index, layer in found.scales.items():

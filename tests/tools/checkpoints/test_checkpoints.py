@@ -18,7 +18,7 @@ from fp8attn_tools.checkpoints import check, export  # noqa: E402
 from fp8attn_tools.checkpoints.check import SCALES  # noqa: E402
 from tests.support.transformers_models import SHAPE, VOCABULARY, make, one_thread  # noqa: E402, F401
 
-CHOICES = [("compressed-tensors", "tensor"), ("compressed-tensors", "attn_head"), ("modelopt", "tensor")]
+STRATEGIES = ("tensor", "attn_head")
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64
 
 
@@ -62,29 +62,20 @@ def model(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.parametrize(("format", "strategy"), CHOICES)
-def test_an_export_is_read_back(model, tmp_path, format, strategy, copy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_export_is_read_back(model, tmp_path, strategy):
     scales, out = some_scales(), tmp_path / "new" / "out"
     before = {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
-    exported = export(model, scales, out, format=format, strategy=strategy, copy=copy)
+    exported = export(model, scales, out, strategy=strategy)
     assert before == {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
-    assert (exported.format, exported.strategy, exported.skip_layers, exported.moved) == (format, strategy, (), ())
+    assert (exported.strategy, exported.skip_layers, exported.moved) == (strategy, (), ())
     for index in range(LAYERS):
         layer = scales.layer(index)
         for x, given in (("q", layer.q_scale), ("k", layer.k_scale), ("v", layer.v_scale)):
-            found = exported.scales[index][x]
-            if format == "modelopt":  # the next number of BF16, in which vLLM keeps it
-                assert (
-                    torch.equal(found.bfloat16().float(), found) and (given.amax() <= found).all() and (found <= given.amax() * 1.008).all()
-                )
-            else:
-                assert torch.equal(found, given if strategy == "attn_head" else given.amax()[None])
+            assert torch.equal(exported.scales[index][x], given if strategy == "attn_head" else given.amax()[None])
     names = set(load_file(out / SCALES))
     shapes = {name.removeprefix("model.layers.1.self_attn."): list(t.shape) for name, t in load_file(out / SCALES).items() if ".1." in name}
-    if format == "modelopt":  # the names and shapes that vLLM's loader reads: formats.py
-        assert shapes == {"q_scale": [], "k_proj.k_scale": [], "v_proj.v_scale": []}
-    elif strategy == "tensor":
+    if strategy == "tensor":  # the names and shapes that vLLM's loader reads: formats.py
         assert shapes == {"q_scale": [1], "k_scale": [1], "v_scale": [1]}
     else:
         assert shapes == {"q_scale": [4, 1, 1], "k_scale": [2, 1, 1], "v_scale": [2, 1, 1]}
@@ -92,7 +83,7 @@ def test_an_export_is_read_back(model, tmp_path, format, strategy, copy):
     files = {path.name for path in out.glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files and {n for n, f in index["weight_map"].items() if f == SCALES} == names
     assert index["metadata"]["total_size"] >= sum((out / file).stat().st_size for file in files - {SCALES})
-    assert (out / "templates" / "chat.jinja").read_text() == "chat" and (out / "tokenizer_config.json").is_symlink() != copy
+    assert (out / "templates" / "chat.jinja").read_text() == "chat" and (out / "tokenizer_config.json").is_symlink()
     assert not (out / "params.json").exists()  # vLLM would read Mistral's files instead of the index
     assert not stat.S_IMODE((out / SCALES).stat().st_mode) ^ stat.S_IMODE((out / "config.json").stat().st_mode)
     assert [path.name for path in out.parent.iterdir()] == ["out"]  # no draft is left
@@ -100,19 +91,14 @@ def test_an_export_is_read_back(model, tmp_path, format, strategy, copy):
 
 
 def test_configs(model, tmp_path):
-    for number, (format, strategy) in enumerate(CHOICES):
-        export(model, some_scales(), tmp_path / str(number), format=format, strategy=strategy)
-        config = json.loads((tmp_path / str(number) / "config.json").read_text())
-        quantization = config.pop("quantization_config", None)
+    for strategy in STRATEGIES:
+        export(model, some_scales(), tmp_path / strategy, strategy=strategy)
+        config = json.loads((tmp_path / strategy / "config.json").read_text())
+        quantization = config.pop("quantization_config")
         assert config == json.loads((model / "config.json").read_text())
-        if format == "modelopt":
-            found = json.loads((tmp_path / str(number) / "hf_quant_config.json").read_text())
-            assert quantization is None and found["producer"] == {"name": "modelopt"}
-            assert found["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["*"]}
-        else:
-            scheme = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False, "strategy": strategy}
-            assert quantization["quant_method"] == "compressed-tensors" and quantization["kv_cache_scheme"] == scheme
-            assert quantization["config_groups"] == {}  # without the key, vLLM cannot cut scales of heads
+        scheme = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False, "strategy": strategy}
+        assert quantization["quant_method"] == "compressed-tensors" and quantization["kv_cache_scheme"] == scheme
+        assert quantization["config_groups"] == {}  # without the key, vLLM cannot cut scales of heads
 
 
 @torch.no_grad()
@@ -127,7 +113,7 @@ def test_moving_v_leaves_the_model_as_it_is(tmp_path, dtype):
     model = save(tmp_path / "model", dtype=dtype, attention_bias=True, max_shard_size="60KB")
     mean = torch.randn(KV_HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(2))
     before = {path: path.read_bytes() for path in model.iterdir()}
-    out = export(model, some_scales(v_mean=mean), tmp_path / "out", format="modelopt").folder
+    out = export(model, some_scales(v_mean=mean), tmp_path / "out").folder
     assert before == {path: path.read_bytes() for path in model.iterdir()}  # the originals, which the overlay links to
     assert check(out).moved == (0, 1, 2)
     old, new = Checkpoint.read(model), Checkpoint.read(out)
@@ -136,6 +122,7 @@ def test_moving_v_leaves_the_model_as_it_is(tmp_path, dtype):
     for name in changed:
         if ".v_proj" in name:
             torch.testing.assert_close(new.get(name), (old.get(name).double() - mean.flatten()).to(dtype), rtol=0, atol=0)
+    edit("config.json", lambda v: v.pop("quantization_config"))(out)  # with it, transformers would round K and V
     exact, moved = logits(model), logits(out)
     error = ((moved - exact).norm() / exact.norm()).item()
     # The only rounding is of o_proj's biases: half a unit in the last place of each, 2^-24 or 2^-9 relative to numbers of the size of the
@@ -165,11 +152,6 @@ def test_without_folding_scales_cover_the_means(model, tmp_path):
     assert all(path.is_symlink() for path in covered.folder.glob("model-0*.safetensors"))
 
 
-def test_transformers_ignores_what_modelopt_adds(model, tmp_path):
-    out = export(model, some_scales(), tmp_path / "out", format="modelopt").folder
-    assert torch.equal(logits(out), logits(model))
-
-
 @pytest.mark.skipif(transformers.utils.is_compressed_tensors_available(), reason="tests/vllm has the package")
 def test_transformers_wants_compressed_tensors(model, tmp_path):
     out = export(model, some_scales(), tmp_path / "out").folder
@@ -186,8 +168,8 @@ def test_a_fused_projection(tmp_path):
     model.save_pretrained(tmp_path / "model")
     mean = torch.randn(KV_HEADS, HEAD_DIM)
     scales = some_scales(v_mean=mean)
-    out = export(tmp_path / "model", scales, tmp_path / "out", format="modelopt").folder
-    assert "model.layers.0.self_attn.qkv_proj.k_scale" in load_file(out / SCALES)
+    out = export(tmp_path / "model", scales, tmp_path / "out").folder
+    assert "model.layers.0.self_attn.k_scale" in load_file(out / SCALES)
     old, new = Checkpoint.read(tmp_path / "model"), Checkpoint.read(out)
     name = "model.layers.2.self_attn.qkv_proj.bias"
     assert torch.equal(new.get(name)[:384], old.get(name)[:384])  # 4 query heads and 2 KV heads of 64
@@ -242,7 +224,7 @@ def scheme(config):
 
 
 DAMAGES = {
-    "missing": (rewrite(lambda t: t.pop(K)), f"lacks {K} .*would take 1.0"),
+    "missing": (rewrite(lambda t: t.pop(K)), rf"lacks {K}, and vLLM would take 1\.0"),
     "query's missing": (rewrite(lambda t: t.pop(K.replace("k_scale", "q_scale"))), "lacks model.layers.1.self_attn.q_scale"),
     "renamed": (rewrite(lambda t: t.update({"model.layer.1.self_attn.k_scale": t.pop(K)})), "model.layer.1.* vLLM does not know"),
     "of another layer": (rewrite(lambda t: t.update({K.replace(".1.", ".7."): t[K]})), "layers.7.self_attn.k_scale, which are"),
@@ -284,14 +266,6 @@ def test_a_damaged_export_is_refused(model, tmp_path, damage):
         check(out, some_scales())
 
 
-@pytest.mark.parametrize("key", ["quant_algo", "kv_cache_quant_algo"])
-def test_a_damaged_config_of_modelopt_is_refused(model, tmp_path, key):
-    out = export(model, some_scales(), tmp_path / "out", format="modelopt").folder
-    edit("hf_quant_config.json", lambda v: v["quantization"].pop(key))(out)
-    with pytest.raises(UsageError, match="or it reads no scales"):
-        check(out)
-
-
 def test_a_broken_link_is_refused(tmp_path):
     model = save(tmp_path / "model")
     out = export(model, some_scales(), tmp_path / "out").folder
@@ -326,8 +300,7 @@ REFUSED = {
     "another model": (lambda: (replace(some_scales(), model_id="org/other"), {}), "the scales are for 'org/other'"),
     "an unknown layer": (lambda: (some_scales(), {"skip_layers": [9]}), r"skip_layers has \[9\].*attention in layers 0-2"),
     "all layers": (lambda: (some_scales(), {"skip_layers": range(3)}), "no scales to write"),
-    "an unknown format": (lambda: (some_scales(), {"format": "gguf"}), "format must be one of"),
-    "heads of modelopt": (lambda: (some_scales(), {"format": "modelopt", "strategy": "attn_head"}), "ModelOpt has one scale a layer"),
+    "an unknown strategy": (lambda: (some_scales(), {"strategy": "channel"}), "strategy must be one of .*got 'channel'"),
 }
 
 
@@ -378,11 +351,16 @@ def test_shared_layers_are_refused(tmp_path):
 
 
 def test_an_exported_checkpoint_is_not_exported_again(model, tmp_path):
-    for format, _ in CHOICES[::2]:
-        out = export(model, some_scales(), tmp_path / format / "model", format=format).folder
-        for again, _ in CHOICES[::2]:
-            with pytest.raises(UsageError, match="export the"):
-                export(out, some_scales(), tmp_path / "again", format=again)
+    out = export(model, some_scales(), tmp_path / "out" / "model").folder
+    with pytest.raises(UsageError, match=r"has a kv_cache_scheme already.*export the original"):
+        export(out, some_scales(), tmp_path / "again")
+
+
+def test_a_checkpoint_of_modelopt_is_refused(tmp_path):
+    model = save(tmp_path / "model")
+    (model / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="ModelOpt has quantized it; export the 16-bit checkpoint"):
+        export(model, some_scales(), tmp_path / "out")
 
 
 def test_a_checkpoint_with_compressed_weights_keeps_their_config(tmp_path):
@@ -393,8 +371,6 @@ def test_a_checkpoint_with_compressed_weights_keeps_their_config(tmp_path):
     out = export(model, some_scales(), tmp_path / "out", strategy="attn_head").folder
     found = json.loads((out / "config.json").read_text())["quantization_config"]
     assert found["config_groups"] == groups and found["ignore"] == ["lm_head"] and found["kv_cache_scheme"]["strategy"] == "attn_head"
-    with pytest.raises(UsageError, match="quantization_config of compressed-tensors, and modelopt has no place"):
-        export(model, some_scales(), tmp_path / "other", format="modelopt")
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "modelopt"])

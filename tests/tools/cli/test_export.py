@@ -36,9 +36,8 @@ def test_export(tiny_model, scales_file, tmp_path):
     assert found == run_json("export", folder, "--check", "--scales", scales_file)
     text = " ".join(run("export", folder, "--check").split())
     assert "every layer has its scales" in text and f"vllm serve {folder} --kv-cache-dtype fp8" in text
-    text = run("export", *options, "--out", tmp_path / "skipped", "--skip-layers", "1", "--no-fold-v-mean", "--copy")
+    text = run("export", *options, "--out", tmp_path / "skipped", "--skip-layers", "1", "--no-fold-v-mean")
     assert "in 16 bits" in text and "--kv-cache-dtype-skip-layers 1" in text
-    assert not any(path.is_symlink() for path in (tmp_path / "skipped").iterdir())
 
 
 def refused(capfd, monkeypatch, *arguments):
@@ -56,7 +55,6 @@ def test_what_is_refused_takes_one_line(tiny_model, scales_file, tmp_path, capfd
     assert "--check writes nothing" in refused(capfd, monkeypatch, tiny_model, "--check", "--out", tmp_path / "x")
     assert "vLLM would read no scales" in refused(capfd, monkeypatch, tiny_model, "--check")
     options = (tiny_model, "--scales", scales_file, "--out", tmp_path / "out")
-    assert "ModelOpt has one scale" in refused(capfd, monkeypatch, *options, "--format", "modelopt", "--strategy", "attn_head")
     assert "--skip-layers must be numbers" in refused(capfd, monkeypatch, *options, "--skip-layers", "first")
     run("export", *options, *q_scale(scales_file))
     index = tmp_path / "out" / "model.safetensors.index.json"
