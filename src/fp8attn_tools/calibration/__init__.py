@@ -3,8 +3,7 @@
 `calibrate.py` and `run.py` run a transformers model and pass Q, K and V on. The other files need no model.
 """
 
-from .layer import LayerObserver, Options
-from .observer import METHODS, Method
+from .layer import LayerObserver
 from .report import Coverage, ScalesReport, Worst, counters
 
-__all__ = ["METHODS", "Coverage", "LayerObserver", "Method", "Options", "ScalesReport", "Worst", "counters"]
+__all__ = ["Coverage", "LayerObserver", "ScalesReport", "Worst", "counters"]

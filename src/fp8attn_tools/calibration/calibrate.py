@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from fp8attn.errors import UsageError
-from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from fp8attn.integrations.transformers.config import LayerSpec, decoder_config, layers_of
 from fp8attn.scales import SEVERAL, KVScales, LayerScales
 
-from . import LayerObserver, Method, Options, ScalesReport, counters
+from . import LayerObserver, ScalesReport, counters
 from .run import Batch, count_tokens, observing
 
 MEANS_TOKENS = 32768  # means are computed from the first batches, up to this many tokens
@@ -31,8 +30,6 @@ def calibrate(
     model: Any,
     batches: Iterable[Batch],
     *,
-    method: Method = "absmax",
-    percentile: float = 99.99,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: bool = True,
     means: bool = True,
@@ -42,12 +39,11 @@ def calibrate(
     """Find static scales and means of K and V, and static scales of Q.
 
     The mean of head h and channel d is `E[x]` over the first 32,768 tokens (in whole batches) if that is several deviations, else 0. The
-    scale of head h is `max |x - mean| / M` over all tokens, M being 448 for E4M3 and 127 for INT8; or a percentile instead of the maximum;
-    or the scale with the least mean squared error. Scales of K and Q are for these as they are stored or multiplied: after RoPE, rotated
-    with `rotate_keys`.
+    scale of head h is `max |x - mean| / M` over all tokens, M being 448 for E4M3 and 127 for INT8. Scales of K and Q are for these as they
+    are stored or multiplied: after RoPE, rotated with `rotate_keys`.
 
-    The state has a constant size, so a text may have any length. With the methods "percentile" and "mse", the first 32,768 tokens run twice
-    if a mean is not zero. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K depends on the position.
+    The state has a constant size, so a text may have any length. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K
+    depends on the position.
 
     The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls the model's own.
     There are no hooks or patches, and the model is left as it was.
@@ -56,9 +52,6 @@ def calibrate(
         model: a transformers causal language model in one process, on one device or several (`device_map="auto"`).
         batches: `input_ids [B, S]`, or mappings with `input_ids` and `attention_mask [B, S]` (0 means padding, which is not counted). Any
             iterable, also a generator; the batches are read once.
-        method: `"absmax"`; `"percentile"` of the magnitudes of all tokens and channels of a head; or `"mse"`. With the last two, larger
-            values saturate.
-        percentile: in (0, 100]; the result is at most 0.8% above the exact percentile. Of Q it is that of every seventh token.
         key_dtype, rotate_keys: how the cache will store K (`PagedKVCache`).
         means: False: all means are zero, for engines that subtract none.
         chunk: tokens of a forward. Longer batches run in several, through a cache that keeps their K and V, so that the memory of
@@ -69,48 +62,33 @@ def calibrate(
         has an offset that no static mean removes (`k_offsets`). `q_scale` is None if the model computes its attention itself.
     Raises:
         TypeError: `model` is no transformers model, `batches` no iterable of batches, or a batch has no tensors.
-        UsageError: no tokens; an unknown method or key_dtype; a model without plain K and V (`layers_of`).
+        UsageError: no tokens; an unknown key_dtype; a model without plain K and V (`layers_of`).
         ValueError: NaN or Inf in Q, K or V.
     """
     specs = _specs(model)
     _check_batches(batches)
-    options = Options(method, percentile, key_dtype, rotate_keys, means)
+    keys = codec_of(key_dtype)
     if chunk < 1:
         raise UsageError(f"chunk must be a positive number of tokens; got {chunk}")
-    layers = {index: LayerObserver(options) for index, spec in enumerate(specs) if spec.is_full}
-    report = _progress_of(batches, progress)
-
-    def look(index: int, which: str, x: torch.Tensor) -> None:
-        layers[index].look(which, x)
-
-    def add(index: int, which: str, x: torch.Tensor) -> None:
-        layers[index].add(which, x)
-
+    layers = {index: LayerObserver(keys, rotate_keys, means) for index, spec in enumerate(specs) if spec.is_full}
+    report, tokens = _progress_of(batches, progress), 0
     with observing(model, chunk=chunk) as run:
-        stream = iter(batches)
-        first, tokens = [], 0
-        for batch in stream:
-            run(batch, look)
-            first.append(batch)
+        for number, batch in enumerate(batches, 1):
+            run(batch, lambda index, which, x: layers[index].add(which, x))
+            _check_finite(layers)
             tokens += count_tokens(batch)
-            _check_finite(layers)
-            report(len(first))
             if tokens >= MEANS_TOKENS:
-                break
-        if not tokens:
-            raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
-        for layer in layers.values():
-            layer.settle()
-        counted = len(first)
-        if any(layer.again for layer in layers.values()):
-            for layer in layers.values():
-                layer.forget()
-            stream, counted = chain(first, stream), 0
-        for number, batch in enumerate(stream, counted + 1):
-            run(batch, add)
-            _check_finite(layers)
+                _settle(layers)
             report(number)
-    return _scales(layers, len(specs), options, getattr(model.config, "_name_or_path", ""))
+    if not tokens:
+        raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
+    _settle(layers)
+    return _scales(layers, len(specs), key_dtype, rotate_keys, getattr(model.config, "_name_or_path", ""))
+
+
+def _settle(layers: Mapping[int, LayerObserver]) -> None:
+    for layer in layers.values():
+        layer.settle()
 
 
 def _progress_of(batches: Iterable[Batch], progress: Progress | None) -> Callable[[int], None]:
@@ -133,14 +111,12 @@ def _check_finite(layers: Mapping[int, LayerObserver]) -> None:
         )
 
 
-def _scales(layers: Mapping[int, LayerObserver], num_layers: int, options: Options, model_id: str) -> KVScales:
+def _scales(layers: Mapping[int, LayerObserver], num_layers: int, key_dtype: KeyDtype, rotate_keys: bool, model_id: str) -> KVScales:
     """The scales of all layers and heads, from their observations."""
     scales, sqnr, offsets = {}, {}, {}
     for index, layer in layers.items():
         x = layer.results()
-        scales[index] = LayerScales(
-            x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], options.key_dtype, options.rotate_keys, x.get("q_scale")
-        )
+        scales[index] = LayerScales(x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], key_dtype, rotate_keys, x.get("q_scale"))
         powers = (x[f"{which}_noise"].sum(0).tolist() for which in "kv")
         k, v = (10 * math.log10(signal / noise) if noise else math.inf for signal, noise in powers)
         sqnr[index] = (k, v)
@@ -155,7 +131,7 @@ def _scales(layers: Mapping[int, LayerObserver], num_layers: int, options: Optio
         head_dim=head_dim,
         model_id=model_id,
         tokens=layers[first].tokens,
-        method=str(options),
+        method="absmax",
         sqnr_db=sqnr,
         k_offsets=offsets,
     )

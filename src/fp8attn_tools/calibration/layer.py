@@ -2,109 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from fp8attn.errors import UsageError
-from fp8attn.formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
+from fp8attn.formats.codec import E4M3, Codec
 
 from .moments import Moments
-from .observer import METHODS, Method, Observer
-
-# Q's histograms count one token of so many. Q has several times as many heads as K, and its scale is for other engines only, in E4M3, whose
-# error hardly depends on the scale. The number is odd, so that it is not always the same token of a sequence.
-QUERIES = 7
-
-
-@dataclass(frozen=True)
-class Options:
-    """How scales are chosen, and how the cache will store K. `calibrate` describes them.
-
-    Raises:
-        UsageError: an unknown method or key_dtype; a percentile outside (0, 100].
-    """
-
-    method: Method = "absmax"
-    percentile: float = 99.99
-    key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
-    rotate_keys: bool = True
-    means: bool = True
-
-    def __post_init__(self) -> None:
-        codec_of(self.key_dtype)  # raises UsageError
-        if self.method not in METHODS:
-            raise UsageError(f"method must be one of {METHODS}; got {self.method!r}")
-        if not 0 < self.percentile <= 100:
-            raise UsageError(f"percentile must be in (0, 100]; got {self.percentile}")
-
-    @property
-    def counted(self) -> bool:
-        """Whether the method needs histograms."""
-        return self.method != "absmax"
-
-    def __str__(self) -> str:
-        return f"percentile {self.percentile:g}" if self.method == "percentile" else self.method
+from .observer import Observer
 
 
 class LayerObserver:
     """Observes Q, K and V of one layer, and computes scales and means.
 
-    First `look` at the tokens that means are computed from, then `settle`, then `add` all other tokens. If `again` is then true, `forget`
-    and `add` all tokens: a histogram counts `|x - mean|`, so it needs the mean first.
+    The means are of the tokens before `settle`. They do not change afterwards, whatever the tokens that follow: any constant may be
+    subtracted.
+
+    Args:
+        keys: how the cache stores K.
+        rotate_keys: whether the cache rotates K.
+        means: False: all means are zero.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.moments = {"k": Moments(options.rotate_keys, rope=True), "v": Moments()}
-        self._observe()
-
-    def _observe(self) -> None:
-        options = self.options
-        keys = codec_of(options.key_dtype)
-        every = int(options.counted)
+    def __init__(self, keys: Codec, rotate_keys: bool, means: bool) -> None:
+        self.means, self.settled = means, False
+        self.moments = {"k": Moments(rotate_keys, rope=True), "v": Moments()}
         self.observers = {
-            "q": Observer(keys, options.rotate_keys, counted=every * QUERIES),
-            "k": Observer(keys, options.rotate_keys, counted=every, sampled=True),
-            "v": Observer(E4M3, counted=every, sampled=True),
+            "q": Observer(keys, rotate_keys),
+            "k": Observer(keys, rotate_keys, sampled=True),
+            "v": Observer(E4M3, sampled=True),
         }
 
-    def look(self, which: str, x: torch.Tensor) -> None:
-        """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"` that means are computed from."""
-        if which in self.moments:
+    def add(self, which: str, x: torch.Tensor) -> None:
+        """Observe tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"`."""
+        if which in self.moments and not self.settled:
             self.moments[which].add(x)
         self.observers[which].add(x)
 
-    def add(self, which: str, x: torch.Tensor) -> None:
-        """See tokens `x [T, num_heads, head_dim]` of `"q"`, `"k"` or `"v"`, after `settle`."""
-        self.observers[which].add(x)
-
     def settle(self) -> None:
-        """Compute the means. They do not change afterwards, whatever the tokens that follow: any constant may be subtracted."""
-        if not self.options.means:
+        """Compute the means from the tokens so far. A second call changes nothing."""
+        if self.settled:
             return
-        for which, moments in self.moments.items():
+        self.settled = True
+        for which, moments in self.moments.items() if self.means else ():
             observer = self.observers[which]
             mean = moments.mean()
             observer.mean = mean if mean.any() else None
-            observer.amax = moments.amax(mean)  # `look` found it without the mean
-
-    @property
-    def again(self) -> bool:
-        """Whether the tokens of `look` must be counted again: with histograms, if there is a mean. The largest `|x - mean|` follows from
-        the extremes of channels, for any mean."""
-        return self.options.counted and any(observer.mean is not None for observer in self.observers.values())
-
-    def forget(self) -> None:
-        """Forget all tokens, but not the means."""
-        means = {which: observer.mean for which, observer in self.observers.items()}
-        self._observe()
-        for which, observer in self.observers.items():
-            observer.mean = means[which]
+            observer.amax = moments.amax(mean)  # of the same tokens, without the mean
 
     @property
     def tokens(self) -> int:
-        """Tokens that were counted."""
+        """Tokens that were observed."""
         return self.observers["k"].tokens
 
     def largest(self) -> dict[str, torch.Tensor]:
@@ -118,7 +64,7 @@ class LayerObserver:
         for which, observer in self.observers.items():
             if observer.amax is None:  # a model whose attention cannot be observed: no Q
                 continue
-            scale = results[f"{which}_scale"] = observer.scale(self.options.method, self.options.percentile)
+            scale = results[f"{which}_scale"] = observer.scale()
             if which in self.moments:
                 low = self.moments[which].low
                 assert low is not None

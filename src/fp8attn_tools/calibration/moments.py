@@ -47,11 +47,9 @@ class Moments:
             power = a + b
             sums += [spread(power.sum(0, dtype=torch.float64)), spread(power.square_().sum(0, dtype=torch.float64))]
         self.count += len(x)
-        if self.sums is None:
-            self.sums, self.low, self.high = torch.stack(sums), low, high
-        else:
-            self.sums += torch.stack(sums)
-            self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
+        self.sums = torch.stack(sums) if self.sums is None else self.sums + torch.stack(sums)
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
 
     def mean(self) -> torch.Tensor:
         """The static mean `[num_heads, head_dim]` float32, before the rotation. It is zero in channels whose mean is less than several

@@ -5,17 +5,12 @@ An `Observer` sees every token once, and keeps state of constant size.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
 from fp8attn.formats.codec import MIN_SCALE, Codec
 
-from .histogram import Histogram
 from .rotation import rotate_many
 
-Method = Literal["absmax", "percentile", "mse"]
-METHODS: tuple[Method, ...] = get_args(Method)
 PIECE = 1 << 24  # elements that are processed at a time, which bounds the memory of intermediate results
 SAMPLED = 1024  # tokens that are kept, at most, to measure the SQNR on
 
@@ -38,21 +33,19 @@ class Sample:
 
 
 class Observer:
-    """Largest magnitudes, and with `counted` a histogram of all magnitudes, of one tensor as it is stored: without `mean`, rotated.
+    """The largest magnitude of each head, of one tensor as it is stored: without `mean`, rotated.
 
     Args:
         codec: how it is stored.
         rotated: whether it is rotated before it is stored (`rotation.rotate`).
-        counted: keep a histogram of one token of so many, which the methods "percentile" and "mse" need; 0: none.
         sampled: keep a sample of the tokens, which `noise` needs.
     Attributes:
         mean: `[num_heads, head_dim]`, subtracted before the rotation; None: zero. Set it before the first `add`.
         tokens: number of tokens seen.
     """
 
-    def __init__(self, codec: Codec, rotated: bool = False, *, counted: int = 0, sampled: bool = False) -> None:
+    def __init__(self, codec: Codec, rotated: bool = False, *, sampled: bool = False) -> None:
         self.codec, self.rotated = codec, rotated
-        self.histogram = Histogram(counted) if counted else None
         self.sample = Sample() if sampled else None
         self.mean: torch.Tensor | None = None
         self.tokens = 0
@@ -62,11 +55,8 @@ class Observer:
         """Count `x [T, num_heads, head_dim]`, without waiting for the device."""
         self.tokens += len(x)
         for piece in x.split(max(1, PIECE // x[0].numel())):
-            y = self.stored(piece.transpose(0, 1))
-            amax = torch.linalg.vector_norm(y, torch.inf, (1, 2)).float()
+            amax = torch.linalg.vector_norm(self.stored(piece.transpose(0, 1)), torch.inf, (1, 2)).float()
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-            if self.histogram is not None:
-                self.histogram.add(y)
         if self.sample is not None:
             self.sample.add(x)
 
@@ -79,19 +69,10 @@ class Observer:
             return y if mean is None else y - rotate_many(mean)
         return x if mean is None else x.float() - mean
 
-    def scale(self, method: Method, percentile: float) -> torch.Tensor:
-        """The static scales `[num_heads]` float32 by a method."""
+    def scale(self) -> torch.Tensor:
+        """The static scales `[num_heads]` float32, with which the largest magnitude is the largest code."""
         assert self.amax is not None
-        top = self.codec.max
-        if method == "absmax":
-            scale = self.amax / top
-        else:
-            assert self.histogram is not None
-            if method == "percentile":
-                scale = torch.minimum(self.histogram.quantile(percentile / 100), self.amax) / top
-            else:
-                scale = self.histogram.best_scale(self.amax, self.codec)
-        return scale.clamp_min(MIN_SCALE)
+        return (self.amax / self.codec.max).clamp_min(MIN_SCALE)
 
     def noise(self, scale: torch.Tensor) -> torch.Tensor:
         """Sums of squares of the sample and of its errors with static scales as a cache stores them, `[num_heads, 2]` float64."""

@@ -15,7 +15,6 @@ from fp8attn.errors import UsageError
 from fp8attn.extras import needs
 from fp8attn.formats.codec import DEFAULT_KEY_DTYPE
 
-from ..calibration import Method
 from .evaluate import evaluate
 from .export import export
 from .failure import fail
@@ -82,10 +81,6 @@ def calibrate(
     text: Text = None,
     context: Context = None,
     count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1, max=MOST)] = None,
-    method: Annotated[Method, typer.Option(help="With percentile and mse (least squared error), larger values saturate.")] = "absmax",
-    percentile: Annotated[
-        float | None, typer.Option(help="With --method percentile: of the magnitudes, in (0, 100]. Default: 99.99.")
-    ] = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
@@ -93,7 +88,6 @@ def calibrate(
     held_out: Annotated[
         Path | None, typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="With --held-out: write heat maps by layer and head (.png, .svg, .pdf).")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -101,15 +95,7 @@ def calibrate(
 
     The text's last tokens are used, in sequences of the model's context.
     """
-    if percentile is not None and method != "percentile":
-        raise UsageError(f"--percentile {percentile:g} needs --method percentile; got --method {method}")
-    if plot:
-        from . import plots
-
-        plots.check_format(plot)
-        if held_out is None:
-            raise UsageError("--plot shows the report on a held-out text; add --held-out FILE")
-    write_scales, write_plot = output(save), output(plot)
+    write_scales = output(save)
     passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from ..calibration.calibrate import calibrate as run
     from ..calibration.calibrate import check_scales
@@ -124,15 +110,13 @@ def calibrate(
     loaded, _ = load(model, device)
     with progress("sequences") as tick:
         found = run(
-            loaded, batches, method=method, percentile=99.99 if percentile is None else percentile, key_dtype=key_dtype,
-            rotate_keys=rotate_keys, means=means, chunk=chunk, progress=tick,
+            loaded, batches, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means, chunk=chunk, progress=tick
         )  # fmt: skip
     write_scales(found.save)
     covered = None
     if others is not None:
         with progress("held-out sequences") as tick:
             covered = check_scales(loaded, others, found, chunk=chunk, progress=tick)
-        write_plot(lambda path: plots.save(plots.coverage_maps(covered), path))
     if as_json:
         rows = [
             {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}

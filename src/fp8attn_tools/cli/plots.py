@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from matplotlib import rc_context
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
-from matplotlib.ticker import MaxNLocator
 
 from fp8attn.errors import UsageError
 
-from ..calibration import ScalesReport
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells, score
 from ..evaluation.perplexity import Perplexity
@@ -156,35 +154,6 @@ def layer_bars(report: Sensitivity, chosen: Sequence[int] = (), max_kl: float | 
         axis.grid(axis="y", alpha=0.25, zorder=0)
     kept = f"; {len(chosen)} of {count} layers in 16 bits" if chosen else ""
     figure.suptitle(f"What 8 bits cost {Path(report.model).name or 'the model'} in each layer{kept}", fontsize=12)
-    return figure
-
-
-def coverage_maps(report: ScalesReport) -> Figure:
-    """Heat maps of saturated values and of underflow: layer down, head across, a column for each of K, V and Q. Zero is gray."""
-    norm = LogNorm(1e-6, 1)  # the same in every picture, so that a small share looks small
-    kinds = {"saturated": "saturated", "underflow": "rounded to zero"}
-    layers, heads = list(report.layers), [report.map(tensor, "saturated").shape[1] for tensor in report.tensors]
-    width, height = sum(min(4.5, 1.2 + 0.28 * count) for count in heads) + 1.6, 2 * min(5.0, 1.1 + 0.17 * len(layers))
-    figure = Figure(figsize=(max(6.0, width), height), dpi=160, layout="constrained")
-    axes = figure.subplots(2, len(heads), sharey=True, squeeze=False, width_ratios=[max(4, count) for count in heads])
-    for row, (what, label) in zip(axes, kinds.items(), strict=True):
-        shares = [report.map(tensor, what) for tensor in report.tensors]
-        for axis, tensor, values in zip(row, report.tensors, shares, strict=True):
-            axis.set_facecolor("#eeeeee")
-            shown = values.masked_fill(values == 0, math.nan).numpy()
-            image = axis.imshow(shown, cmap="Blues", norm=norm, aspect="auto", interpolation="nearest")
-            axis.set_title(f"{tensor.upper()} {label}: {100 * float(values.mean()):.2g}%", fontsize=9)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            step = -(-len(layers) // 16)
-            axis.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-            axis.set_xlabel("head")
-            axis.spines[:].set_visible(False)
-            axis.tick_params(length=0)
-        row[0].set_ylabel("layer")
-        bar = figure.colorbar(image, ax=row, pad=0.02, format=lambda share, _: f"{100 * share:g}%")
-        bar.outline.set_visible(False)
-        bar.set_label("share of values")
-    figure.suptitle(f"Static scales on {report.tokens:,} tokens of held-out text", fontsize=12)
     return figure
 
 

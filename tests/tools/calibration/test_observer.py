@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3, INT8
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rotation import rotate
-from fp8attn_tools.calibration.layer import LayerObserver, Options
+from fp8attn_tools.calibration.layer import LayerObserver
 from fp8attn_tools.calibration.moments import Moments
 from fp8attn_tools.calibration.observer import PIECE, SAMPLED, Observer, Sample
 from fp8attn_tools.calibration.rotation import rotate_many
@@ -33,7 +32,7 @@ def test_the_matrix_is_the_rotation(head_dim, dtype):
 @pytest.mark.parametrize("with_mean", [False, True])
 def test_planted_outliers_and_means(rotated, with_mean):
     x = values()
-    observer = Observer(E4M3, rotated, counted=True, sampled=True)
+    observer = Observer(E4M3, rotated, sampled=True)
     mean = torch.zeros(2, 64)
     if with_mean:
         mean[0, 3] = 30.0
@@ -43,14 +42,10 @@ def test_planted_outliers_and_means(rotated, with_mean):
     y = rotate(x - mean) if rotated else x - mean
     amax = y.abs().amax((0, 2))
     assert observer.tokens == 500
-    torch.testing.assert_close(observer.scale("absmax", 0), amax / 448, rtol=1e-6, atol=0)
+    torch.testing.assert_close(observer.scale(), amax / 448, rtol=1e-6, atol=0)
     if not rotated:
         assert observer.amax.tolist() == ([x[:, 0].sub(mean[0]).abs().max().item(), 77.0])
-    median = y.abs().transpose(0, 1).flatten(1).quantile(0.5, dim=1, interpolation="lower")
-    ratio = observer.scale("percentile", 50) * 448 / median
-    assert ((ratio >= 1 - 1e-6) & (ratio <= 1 + 2.0**-7)).all()
-    assert torch.equal(observer.scale("percentile", 100), observer.scale("absmax", 0))
-    signal, noise = observer.noise(observer.scale("absmax", 0)).unbind(1)
+    signal, noise = observer.noise(observer.scale()).unbind(1)
     scale = E4M3.needed_scale(amax)[:, None]
     error = E4M3.encode(y, 1 / scale) * scale - y
     torch.testing.assert_close(noise, error.double().square().sum((0, 2)), rtol=1e-3, atol=0)  # some ties round otherwise
@@ -58,12 +53,12 @@ def test_planted_outliers_and_means(rotated, with_mean):
 
 
 def test_pieces_are_the_whole(monkeypatch):
-    x, whole, pieces = values(), Observer(INT8, counted=True), Observer(INT8, counted=True)
+    x, whole, pieces = values(), Observer(INT8), Observer(INT8)
     whole.add(x)
     assert x.numel() < PIECE
     monkeypatch.setattr("fp8attn_tools.calibration.observer.PIECE", 1000)
     pieces.add(x)
-    assert torch.equal(whole.amax, pieces.amax) and torch.equal(whole.histogram.counts, pieces.histogram.counts)
+    assert torch.equal(whole.amax, pieces.amax) and whole.tokens == pieces.tokens == 500
 
 
 def test_a_sample_is_even_and_does_not_depend_on_how_it_was_cut():
@@ -96,48 +91,25 @@ def test_moments_of_parts_are_those_of_the_whole():
     assert whole.mean()[0, 3] == pytest.approx(30, abs=0.2)  # on the grid of BF16 numbers of 33: multiples of 1/4
 
 
-def test_tokens_are_counted_again_after_means():
-    """A histogram counts `|x - mean|`, so it needs the mean first."""
-    layer = LayerObserver(Options("percentile", 99.0, rotate_keys=False))
+def test_a_layer_is_all_of_its_tokens_without_the_mean_of_the_first():
+    layer = LayerObserver(INT8, rotate_keys=False, means=True)
     x = {which: values(800, seed=seed) for seed, which in enumerate("qkv")}
     for which, y in x.items():
-        layer.look(which, y[:200])
+        layer.add(which, y[:200])
     layer.settle()
-    assert layer.again
-    layer.forget()
     for which, y in x.items():
-        layer.add(which, y[:300])
+        layer.add(which, y[200:300])
         layer.add(which, y[300:])
+    layer.settle()
     found = layer.results()
     assert sorted(found) == sorted(["q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_noise", "v_noise", "k_offset"])
-    assert found["v_mean"][0, 3] == pytest.approx(30, abs=0.5) and layer.tokens == 800
-    for which, codec in (("k", layer.observers["k"].codec), ("v", E4M3)):
-        direct = Observer(codec, counted=1, sampled=True)
-        direct.mean = found[f"{which}_mean"]
-        direct.add(x[which])
-        assert torch.equal(found[f"{which}_scale"], direct.scale("percentile", 99.0))
-        assert torch.equal(found[f"{which}_noise"], direct.noise(found[f"{which}_scale"]))
-
-
-@pytest.mark.parametrize("method", ["percentile", "mse"])
-def test_tokens_are_counted_once_without_means(method):
-    """Histograms of `look` are used. K's and V's are exact, and Q's is of every seventh token."""
-    layer, x = LayerObserver(Options(method, 99.0, rotate_keys=False)), torch.randn(700, 2, 64, generator=torch.Generator().manual_seed(0))
-    for which in "qkv":
-        layer.look(which, x[:300])
-    layer.settle()
-    assert not layer.again and layer.tokens == 300
-    for part in (x[300:305], x[305:]):
-        for which in "qkv":
-            layer.add(which, part)
-    for which, every in (("q", 7), ("k", 1), ("v", 1)):
-        direct = Observer(layer.observers[which].codec, counted=1)
-        direct.add(x[::every])
-        assert torch.equal(layer.observers[which].histogram.counts, direct.histogram.counts)
-        assert torch.equal(layer.observers[which].amax, x.abs().amax((0, 2)))  # of all tokens
-
-
-@pytest.mark.parametrize(("bad", "message"), [({"method": "best"}, "must be one of"), ({"percentile": 101.0}, r"in \(0, 100\]")])
-def test_options(bad, message):
-    with pytest.raises(UsageError, match=message):
-        Options(**bad)
+    assert found["v_mean"].nonzero().tolist() == [[0, 3]] and layer.tokens == 800
+    assert found["v_mean"][0, 3] == pytest.approx(x["v"][:200, 0, 3].mean().item(), rel=1e-6)
+    for which, codec in (("q", INT8), ("k", INT8), ("v", E4M3)):
+        mean = found.get(f"{which}_mean", torch.zeros(2, 64))
+        torch.testing.assert_close(found[f"{which}_scale"], (x[which] - mean).abs().amax((0, 2)) / codec.max, rtol=1e-6, atol=0)
+        if which != "q":
+            direct = Observer(codec, sampled=True)
+            direct.mean = mean
+            direct.add(x[which])
+            assert torch.equal(found[f"{which}_noise"], direct.noise(found[f"{which}_scale"]))

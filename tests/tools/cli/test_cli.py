@@ -28,12 +28,10 @@ from tests.tools.cli.running import fail, never, run, run_json
 def test_calibrate(tiny_model, scales_file, tmp_path):
     KVScales.load(scales_file).check(num_layers=2, num_kv_heads=2, head_dim=64, model_id=str(tiny_model))
     path = tmp_path / "p.safetensors"
-    options = ("--method", "percentile", "--percentile", 99, "--context", 100, "--windows", 3)
-    text = run("calibrate", "--model", tiny_model, "--out", path, *options)
-    assert "percentile 99" in " ".join(text.split())
+    text = run("calibrate", "--model", tiny_model, "--out", path, "--context", 100, "--windows", 3)
+    assert "keys in INT8, rotated, absmax, 300 tokens" in " ".join(text.split())
     assert "K SQNR (dB)" in text
-    narrow, wide = KVScales.load(path), KVScales.load(scales_file)
-    assert (narrow.layer(0).k_scale < wide.layer(0).k_scale).all()
+    assert KVScales.load(path).layer(0).k_scale.tolist() == KVScales.load(scales_file).layer(0).k_scale.tolist()
 
 
 def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
@@ -41,31 +39,24 @@ def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 250)  # 6,000 tokens, of a context of 4,096
     path = tmp_path / "s.safetensors"
-    options = ("--key-dtype", "e4m3", "--no-rotate-keys", "--no-means", "--method", "mse")
+    options = ("--key-dtype", "e4m3", "--no-rotate-keys", "--no-means")
     written = run_json("calibrate", "--model", tiny_model, "--text", text, "--out", path, *options)
-    assert (written["tokens"], written["method"], written["report"]) == (6000, "mse", None)
+    assert (written["tokens"], written["method"], written["report"]) == (6000, "absmax", None)
     scales = KVScales.load(path)
     assert not scales.layer(1).v_mean.any() and scales.layer(1).q_scale.shape == (4,)
 
 
 def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
-    held_out, plot = tmp_path / "held.txt", tmp_path / "plots" / "report.png"
+    held_out = tmp_path / "held.txt"
     held_out.write_text("QUICK BROWN FOX; " * 20)
     options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--held-out", held_out)
-    options += ("--method", "percentile", "--percentile", 90)
-    found = run_json("calibrate", *options, "--plot", plot)
+    found = run_json("calibrate", *options)
     assert [(row["layer"], row["tensor"]) for row in found["report"]] == [(layer, tensor) for layer in (0, 1) for tensor in "kvq"]
     shares = [share for row in found["report"] for share in row["saturated"]]
-    assert all(0.0 < share < 0.3 for share in shares)  # about a tenth of other text, too
-    assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "plots", "s.safetensors"]
+    assert 0.0 < max(shares) < 0.3  # letters that the other text does not have
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "s.safetensors"]
     text = " ".join(run("calibrate", *options).split())
     assert "Held-out text: what static scales do not cover, 340 tokens" in text
-
-
-def test_a_plot_needs_a_report(monkeypatch, capsys, tmp_path):
-    message = fail(monkeypatch, capsys, "calibrate", "--out", tmp_path / "s.safetensors", "--plot", tmp_path / "x.png")
-    assert message.endswith("--plot shows the report on a held-out text; add --held-out FILE")
 
 
 def test_generate(tiny_model, scales_file):
@@ -102,7 +93,7 @@ def test_generate_stops_at_the_context(tiny_model, tmp_path, monkeypatch, capsys
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 12, "eos_token_id": None}))
-    options = ("--model", folder, "--max-new-tokens", 10**20)
+    options = ("--model", folder, "--max-new-tokens", 10**6)
     (row,) = run_json("generate", "value_", *options)["rows"]
     assert row["context_is_full"] and len(row["tokens"]) == 12 - len("value_")
     text = run("generate", "value_", *options)
@@ -344,7 +335,7 @@ def test_a_seed_that_torch_does_not_take_is_an_error(seed):
     assert result.exit_code == 2 and "'--seed'" in result.output
 
 
-@pytest.mark.parametrize("choice", [("--method", "best"), ("--key-dtype", "int4")])
+@pytest.mark.parametrize("choice", [("--key-dtype", "int4")])
 def test_a_choice_that_does_not_exist_is_an_error(choice):
     result = CliRunner().invoke(app, ["calibrate", *choice])
     assert result.exit_code == 2 and f"'{choice[1]}' is not one of" in result.output

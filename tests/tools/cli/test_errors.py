@@ -48,7 +48,6 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("plan", "--model", "./no"): "there is no folder ./no; pass a model's folder, or a Hugging Face id",
         ("evaluate", "--report", tmp_path / "r", *model, "--context", 50, "--decode", 51): "--decode 51 must not exceed --context 50",
         ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot must be a .png, .svg or .pdf file; got",
-        ("calibrate", *model, "--percentile", 50): "--percentile 50 needs --method percentile; got --method absmax",
         ("generate", "x", *model, "--scales", tmp_path): f"--scales {tmp_path} is a folder; fp8attn calibrate writes a file of scales",
         ("generate", "x", "--model", ""): "the name of the model is empty; pass a model's folder",
         ("generate", "x\udcff", *model): "the prompt is not UTF-8 from character 1 on: pass text in UTF-8",
@@ -58,7 +57,7 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate", "needle", *model, "--lengths", 10**12): "--lengths must be numbers from 1 to 16,777,216; got 1,000,000,000,000",
         ("evaluate", "drift", *model, "--batch", 10**12): "Invalid value for '--batch'",
         ("plan", "--layers", 10**12, "--kv-heads", 2, "--head-dim", 64): "Invalid value for '--layers'",
-        ("warmup", "--shape", "8,2,64", "--processes", 10**6): "Invalid value for '--processes'",
+        ("warmup", "--shape", "8,2,64", "--threads", 10**6): "Invalid value for '--threads'",
         ("sensitivity", *model, "--max-bytes", 0): "no choice of layers takes at most 0 bytes per token: with all in 8 bits it is 516",
     }
     for arguments, message in cases.items():
@@ -216,7 +215,8 @@ def test_plan_refuses_zero(monkeypatch, capsys, option):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("evaluate", "needle", "--chunk", "0"), ("generate", "x", "--max-new-tokens", "many"), ("calibrate", "--method", "best")]
+    "arguments",
+    [("evaluate", "needle", "--chunk", "0"), ("generate", "x", "--max-new-tokens", "many"), ("calibrate", "--key-dtype", "int4")],
 )
 def test_values_that_an_option_does_not_take_are_one_line(monkeypatch, capsys, arguments):
     """The reason is in the words of typer, which differ between versions."""
