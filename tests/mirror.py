@@ -103,7 +103,6 @@ ROWS = {
     "fp8attn_tools/diagnostics/": ("tools/diagnostics/test_doctor.py",),
     "fp8attn_tools/diagnostics/accumulation.py": ("kernels/test_fa3.py", "tools/diagnostics/test_doctor.py"),
     "fp8attn_tools/evaluation/harness.py": ("tools/evaluation/test_ruler.py",),
-    "fp8attn_tools/evaluation/layer_runs.py": ("tools/evaluation/test_sensitivity.py",),
     "fp8attn_tools/evaluation/outcomes.py": ("tools/evaluation/test_needle.py",),
     "fp8attn_tools/evaluation/paired.py": ("tools/cli/test_drawing.py", "tools/evaluation/test_needle.py"),
     "fp8attn_tools/evaluation/recall.py": ("tools/evaluation/test_needle.py",),

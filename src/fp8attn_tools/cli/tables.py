@@ -55,14 +55,14 @@ def sensitivity_table(scales: KVScales) -> Table:
 def layers_table(report: Sensitivity) -> Table:
     """One row for each layer, the most sensitive first: what it costs alone, and the model with all layers down to this row in 16 bits."""
     table = _table(f"What 8 bits cost in each layer: {report.cache}, {report.tokens} tokens, {report.dtype}")
-    for column in ("layer", "SQNR of its\noutput, dB", "KL alone,\nnats", "KL left with 16 bits\nfrom the top to here", "bytes/\ntoken"):
+    for column in ("layer", "KL alone,\nnats", "KL left with 16 bits\nfrom the top to here", "bytes/\ntoken"):
         table.add_column(column, justify="right")
     rows, ranking = {row.layer: row for row in report.layers}, report.ranking
-    table.add_row("none", "", "", f"{report.cumulated_kl[0]:.2e}", f"{report.bytes_per_token():,.0f}")
+    table.add_row("none", "", f"{report.cumulated_kl[0]:.2e}", f"{report.bytes_per_token():,.0f}")
     for number, layer in enumerate(ranking, 1):
         row, left = rows[layer], (*report.cumulated_kl, 0.0)[number]
         alone = f"{row.kl:.2e}{margin(row.standard_error, '.0e')}"
-        table.add_row(str(layer), f"{row.sqnr_db:.1f}", alone, f"{left:.2e}", f"{report.bytes_per_token(ranking[:number]):,.0f}")
+        table.add_row(str(layer), alone, f"{left:.2e}", f"{report.bytes_per_token(ranking[:number]):,.0f}")
     return table
 
 

@@ -8,7 +8,7 @@
 | `needle`, `outcomes`, `recall`, `ruler` | retrieval: runs, scores, and two sources of questions |
 | `paired` | intervals and tests of paired outcomes |
 | `drift` | long decoding while pages are copied, reordered and truncated |
-| `sensitivity`, `layer_runs` | what 8 bits cost in each layer, and which layers to leave in 16 bits |
+| `sensitivity` | what 8 bits cost in each layer, and which layers to leave in 16 bits |
 | `stress` | models with worse keys and values, and the same answers |
 | `harness` | a model for lm-eval whose calls all go through a cache |
 | `record` | results as JSON, with the versions, device and date of the run |

@@ -26,25 +26,29 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
 
 from fp8attn import backends
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
-from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import LayerSpec, layers_of
+from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
+from fp8attn.integrations.transformers.config import LayerSpec, layers_of, unsupported_reason
 from fp8attn.params import BackendName
 
-from .caches import CHUNK
-from .layer_runs import LayerRuns, MakeSkipping, Run, layers_in_8_bits
-from .perplexity import standard_error
+from .caches import CHUNK, MakeCache
+from .perplexity import by_token, standard_error
 from .record import write_json
 
-FORMAT = "fp8attn.sensitivity.1"  # the entry `format` in a file
+FORMAT = "fp8attn.sensitivity.2"  # the entry `format` in a file
+GROUP = 8  # runs that share a forward of the 16-bit model
+MakeSkipping = Callable[[Sequence[int]], Cache]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,12 @@ class LayerSensitivity:
 
     Attributes:
         layer: its number in the model.
-        sqnr_db: signal to quantization-noise ratio in dB of the attention module's output (after its output projection): K and V in 8 bits
-            beside 16 bits, from the same inputs. Infinite without an error.
         kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per token.
         standard_error: of `kl`, from its scatter over the tokens; NaN for one token.
         bytes_8_bit, bytes_16_bit: of a token's K and V in this layer.
     """
 
     layer: int
-    sqnr_db: float
     kl: float
     standard_error: float
     bytes_8_bit: float
@@ -76,7 +77,7 @@ class Sensitivity:
         layers: in the model's order.
         cumulated_kl: `cumulated_kl[n]` is the mean KL divergence in nats per token with the first n layers of `ranking` in 16 bits and all
             others in 8 bits. In the first entry all layers are in 8 bits, in the last one only the least sensitive.
-        floor: the divergence of the 16-bit model if the first layer's attention output is changed by its last bit.
+        floor: the divergence of the 16-bit model if its embeddings are changed by their last bit.
         tokens: the number of predictions that were compared.
         context, chunk: tokens of a window, and of a forward.
         windowed: the numbers of layers with a window that the cache keeps in 16 bits whatever is chosen.
@@ -134,8 +135,6 @@ class Sensitivity:
             read: dict[str, Any] = json.loads(Path(path).read_text())
             if read.pop("format") != FORMAT:
                 raise KeyError("format")
-            for row in read["layers"]:
-                row["sqnr_db"] = math.inf if row["sqnr_db"] is None else row["sqnr_db"]  # JSON has no infinity
             read["layers"] = [LayerSensitivity(**row) for row in read["layers"]]
             lists = {name: tuple(value) for name, value in read.items() if isinstance(value, list)}
             return cls(**(read | lists))
@@ -216,7 +215,7 @@ def sensitivity(
     *,
     name: str = "fp8",
     chunk: int = CHUNK,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Sensitivity:
     """Measure what 8 bits cost in each layer that can be in 8 bits, alone and cumulated in the order of the choice (see the module).
 
@@ -236,19 +235,21 @@ def sensitivity(
         ValueError: a divergence is not a number, because logits are NaN or infinite.
     """
     make = _default(model) if make_cache is None else make_cache
-    specs, full = layers_of(model.config), layers_in_8_bits(model, make)
-    runs = LayerRuns(model, windows, make, chunk=chunk, counts=(1 + len(full), len(full) - 1), progress=progress)
-    with runs.watching():
-        nudged, *alone = runs.measure([Run(runs, nudged=full[0]), *(Run(runs, [layer], compared=layer) for layer in full)])
+    specs, full = layers_of(model.config), _layers_in_8_bits(model, make)
+    runs = _Runs(model, windows, chunk, counts=(1 + len(full), len(full) - 1), progress=progress)
+
+    def of(in_8_bits: Sequence[int]) -> tuple[Any, MakeCache]:
+        return model, partial(make, [layer for layer in full if layer not in in_8_bits])
+
+    nudged, *alone = runs.measure([(_Nudged(model), runs.baseline), *(of([layer]) for layer in full)])
     means = {layer: float(kl.mean()) for layer, kl in zip(full, alone, strict=True)}
     if bad := [layer for layer, mean in means.items() if not math.isfinite(mean)]:
         raise ValueError(f"the KL divergence with layer {bad[0]} in 8 bits is no number: logits are NaN or infinite")
     ranking = sorted(full, key=lambda layer: -means[layer])
-    together = runs.measure([Run(runs, ranking[count:]) for count in range(len(full) - 1)])
+    together = runs.measure([of(ranking[count:]) for count in range(len(full) - 1)])
     rows = tuple(
         LayerSensitivity(
             layer=layer,
-            sqnr_db=runs.sqnr_db(layer),
             kl=means[layer],
             standard_error=standard_error(kl),
             bytes_8_bit=_bytes_8_bit(specs[layer]),
@@ -278,7 +279,7 @@ def divergence(
     make_cache: MakeSkipping | None = None,
     *,
     chunk: int = CHUNK,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[tuple[float, float]]:
     """The KL divergence of the 16-bit model's predictions from the 8-bit cache's, for each choice of layers in 16 bits.
 
@@ -293,12 +294,81 @@ def divergence(
         UsageError: as `sensitivity`, or a number is not that of a layer that can be in 8 bits.
     """
     make = _default(model) if make_cache is None else make_cache
-    full = layers_in_8_bits(model, make)
+    full = _layers_in_8_bits(model, make)
     if unknown := sorted({layer for choice in choices for layer in choice} - {*full}):
         raise UsageError(f"layers {unknown} are none that can be in 8 bits; those are {list(full)}")
-    runs = LayerRuns(model, windows, make, chunk=chunk, counts=[len(choices)], progress=progress)
-    found = runs.measure([Run(runs, [layer for layer in full if layer not in choice]) for choice in choices])
+    runs = _Runs(model, windows, chunk, counts=[len(choices)], progress=progress)
+    found = runs.measure([(model, partial(make, choice)) for choice in choices])
     return [(float(kl.mean()), standard_error(kl)) for kl in found]
+
+
+def _layers_in_8_bits(model: Any, make_cache: MakeSkipping) -> tuple[int, ...]:
+    """The numbers of a model's layers whose K and V such a cache can have in 8 bits: those with full attention, and in an `FP8Cache` those
+    with a long sliding window."""
+    rings = isinstance(make_cache(()), FP8Cache)
+    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (rings and spec.is_ring))
+
+
+class _Runs:
+    """A model and the tokens that all its runs get.
+
+    Args:
+        model: in evaluation mode. Its attention implementation is set to `fp8_kv`.
+        windows: `[N, S + 1]` token ids.
+        chunk: tokens of a forward.
+        counts: the number of runs of each call of `measure`, for `progress`.
+        progress: called with (forwards done, number of forwards).
+    Raises:
+        UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
+    """
+
+    def __init__(self, model: Any, windows: torch.Tensor, chunk: int, *, counts: Sequence[int], progress: Progress | None) -> None:
+        if windows.dim() != 2 or not windows.shape[0] or windows.shape[1] < 2:
+            raise UsageError(f"windows must be [N, S + 1] token ids with N and S at least 1; got {list(windows.shape)}")
+        if model.training:
+            raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
+        if (reason := unsupported_reason(model.config)) is not None:
+            raise UsageError(reason)
+        model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        self.model, self.windows, self.chunk, self.progress = model, windows, chunk, progress
+        runs = sum(count + -(-count // GROUP) for count in counts)  # with those of the 16-bit model
+        self.done, self.forwards = 0, runs * len(windows) * -(-(windows.shape[1] - 1) // chunk)
+
+    def baseline(self) -> Cache:
+        """An empty 16-bit cache, transformers' own."""
+        return DynamicCache(config=self.model.config)
+
+    def measure(self, runs: Sequence[tuple[Any, MakeCache]]) -> list[torch.Tensor]:
+        """The KL divergence of the 16-bit model's predictions from each run's, `[N, S]` in nats."""
+        found = []
+        for begin in range(0, len(runs), GROUP):
+            group = [(self.model, self.baseline), *runs[begin : begin + GROUP]]
+            report = partial(self._report, len(group))
+            by_run, _ = by_token({str(number): run for number, run in enumerate(group)}, self.windows, step=self.chunk, progress=report)
+            found += [kl for _, kl, _ in list(by_run.values())[1:]]
+        return found
+
+    def _report(self, forwards: int, *_: int) -> None:
+        self.done += forwards
+        if self.progress:
+            self.progress(self.done, self.forwards)
+
+
+class _Nudged:
+    """A model whose embeddings are changed by their last bit, as `by_token` calls it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device, self.forward = model, model.device, model.forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        def nudge(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+            return out * (1 + torch.finfo(out.dtype).eps)
+
+        handle = self.model.get_input_embeddings().register_forward_hook(nudge)
+        try:
+            return self.model(**inputs)
+        finally:
+            handle.remove()
 
 
 def _default(model: Any) -> MakeSkipping:

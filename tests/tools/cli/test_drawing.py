@@ -112,16 +112,16 @@ def test_page(loaded, tokens):
 
 def report():
     """Of four layers; the third costs most, and the second nothing."""
-    rows = [LayerSensitivity(n, db, kl, kl / 9, 258.0, 512.0) for n, (db, kl) in enumerate([(30, 2e-4), (99, 0.0), (20, 3e-3), (31, 1e-4)])]
+    rows = [LayerSensitivity(n, kl, kl / 9, 258.0, 512.0) for n, kl in enumerate([2e-4, 0.0, 3e-3, 1e-4])]
     return Sensitivity(tuple(rows), (4e-3, 5e-4, 1e-4, 0.0), 1e-9, 512, 512, 64, (), "folder/tiny", "float32", "fp8", False)
 
 
 def test_layers_table():
     rows = [line.split() for line in shown(tables.layers_table(report())).splitlines()]
     assert ["none", "4.00e-03", "1,032"] in rows
-    at = rows.index(["2", "20.0", "3.00e-03", "±", "3e-04", "5.00e-04", "1,286"])
-    assert rows[at + 1] == ["0", "30.0", "2.00e-04", "±", "2e-05", "1.00e-04", "1,540"]
-    assert rows[at + 3] == ["1", "99.0", "0.00e+00", "±", "0e+00", "0.00e+00", "2,048"]  # all in 16 bits
+    at = rows.index(["2", "3.00e-03", "±", "3e-04", "5.00e-04", "1,286"])
+    assert rows[at + 1] == ["0", "2.00e-04", "±", "2e-05", "1.00e-04", "1,540"]
+    assert rows[at + 3] == ["1", "0.00e+00", "±", "0e+00", "0.00e+00", "2,048"]  # all in 16 bits
 
 
 def test_layer_bars(tmp_path):

@@ -80,7 +80,8 @@ def report(planted):
     ticks = []
     found = sensitivity(planted, WINDOWS, chunk=CHUNK, progress=lambda done, total: ticks.append((done, total)))
     # 2 windows of 2 chunks, for: 6 layers alone and the nudged run with one baseline, and 5 sets with one baseline. Then no tick is left.
-    assert ticks == [(number, 4 * 14) for number in range(1, 4 * 14 + 1)]
+    done = [*(8 * n for n in range(1, 5)), *(4 * 8 + 6 * n for n in range(1, 5))]
+    assert ticks == [(number, 4 * 14) for number in done]
     return found
 
 
@@ -97,7 +98,6 @@ def test_two_planted_fragile_layers_are_found(report):
     fragile = [row for row in report.layers if row.layer in FRAGILE]
     others = [row for row in report.layers if row.layer not in FRAGILE]
     assert min(row.kl for row in fragile) > 30 * max(row.kl for row in others)
-    assert max(row.sqnr_db for row in fragile) < 15 < 30 < min(row.sqnr_db for row in others)  # 30 dB: 3% of the output
     assert all(0 < row.standard_error < row.kl / 3 for row in report.layers)
     assert (report.tokens, report.context, report.chunk, report.dtype, report.rounds_queries) == (256, 128, 64, "float32", False)
 
@@ -120,17 +120,6 @@ def test_each_divergence_is_that_of_plain_forwards(planted, report):
     for count, kl in enumerate(report.cumulated_kl):
         assert kl == near(direct_kl(planted, WINDOWS, skip_layers=report.ranking[:count]))
     assert report.cumulated_kl[-1] == min(row.kl for row in report.layers)
-
-
-@pytest.mark.parametrize("layer", [0, 4])
-def test_sqnr_is_of_the_layers_own_error(planted, report, layer):
-    outputs = []
-    handle = planted.model.layers[layer].self_attn.register_forward_hook(lambda module, args, out: outputs.append(out[0].double()))
-    direct_kl(planted, WINDOWS, skip_layers=[n for n in range(LAYERS) if n != layer])  # chunks through the cache, then a plain forward
-    handle.remove()
-    cached, exact = torch.cat(outputs[:2], 1), outputs[2]
-    want = 10 * math.log10(exact.square().sum() / (cached - exact).square().sum())
-    assert report.layers[layer].sqnr_db == pytest.approx(want, abs=0.01)  # chunks change FP32's sums alone
 
 
 def test_the_choice_fits_the_cache_the_policy_and_vllm(planted, report):
@@ -195,14 +184,12 @@ def test_a_set_that_was_not_measured(planted, report):
 
 def test_reports_are_files(report, tmp_path):
     path = tmp_path / "folder" / "report.json"
-    exact = replace(report, layers=(replace(report.layers[0], sqnr_db=math.inf), *report.layers[1:]))
-    for saved in (report, exact):
-        saved.save(path)
-        assert Sensitivity.load(path) == saved
+    report.save(path)
+    assert Sensitivity.load(path) == report
     whole = json.loads(path.read_text())
     for damaged in ("", "[]", "{}", json.dumps(whole | {"format": "x"}), json.dumps(whole | {"layers": [{"layer": 1}]})):
         path.write_text(damaged)
-        with pytest.raises(UsageError, match=r"is no report of the format fp8attn\.sensitivity\.1; Sensitivity\.save writes it"):
+        with pytest.raises(UsageError, match=r"is no report of the format fp8attn\.sensitivity\.2; Sensitivity\.save writes it"):
             Sensitivity.load(path)
     with pytest.raises(UsageError, match=r"cannot read .*nowhere\.json \(No such file"):
         Sensitivity.load(tmp_path / "nowhere.json")
@@ -227,11 +214,13 @@ def test_long_windows_are_measured():
 
 
 @pytest.mark.parametrize("family", ["gemma2-softcap", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks"])
-def test_attention_is_found_in_every_architecture(family):
-    found = sensitivity(make(family), WINDOWS[:1, :65])
+def test_every_architecture_is_measured(family):
+    model, windows = make(family), WINDOWS[:1, :65]
+    found = sensitivity(model, windows)
     full = {"gemma3n-shared-kv": [1], "diffllama-changes-v": [0, 1, 2]}.get(family, [1, 2])
     assert [row.layer for row in found.layers] == full
-    assert all(25 < row.sqnr_db < 45 for row in found.layers)  # V's own is 31.7 dB; a module further out would have more, or none
+    for row in found.layers:
+        assert row.kl == near(direct_kl(model, windows, skip_layers=[layer for layer in full if layer != row.layer]))
 
 
 def test_another_cache_is_measured(planted):
@@ -247,7 +236,7 @@ def test_another_cache_is_measured(planted):
 
 
 def test_a_16_bit_model_has_a_floor():
-    """In FP32 the last bit of one output changes nothing. In BF16 it changes predictions."""
+    """In FP32 the last bit of the embeddings changes nothing. In BF16 it changes predictions."""
     model = make()
     assert abs(sensitivity(model, WINDOWS[:1]).floor) < 1e-7  # what summing 89 probabilities in FP32 is off by
     found = sensitivity(model.bfloat16(), WINDOWS[:1])
