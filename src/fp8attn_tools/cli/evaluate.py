@@ -102,7 +102,7 @@ def evaluate_all(
     write_outcomes(lambda path: save_outcomes(path, outcomes))
     rows = [row for run in runs for row in run]
     write_report(lambda path: write_json(path, {"meta": meta, "perplexity": rows, "needle": outcomes}))
-    write_html(lambda path: page.write_page(path, page.page(meta, runs, outcomes)))
+    write_html(lambda path: path.write_text(page.page(meta, runs, outcomes), encoding="utf-8"))
     out.print(f"{report}/index.html, {report}/report.json, {report}/outcomes.jsonl")
 
 
@@ -162,10 +162,9 @@ def needle(
 
         plots.check_format(plot)
     write_plot, write_outcomes = output(plot), output(save)
-    from ..evaluation.names import title
     from ..evaluation.outcomes import cells, same_outcomes, save_outcomes, score
-    from ..evaluation.paired import compare, discordant
-    from .tables import accuracy_tables, needle_table
+    from ..evaluation.paired import compare
+    from .tables import accuracy_tables, discordant_table, needle_table
 
     tasks, grid = task_names(task), {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
     chosen, passage = choose(cache, scales), read_text(text, model)
@@ -184,10 +183,7 @@ def needle(
         print_json({"meta": about(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)})
         return
     out.print(needle_table(outcomes))
-    out.print(*accuracy_tables(outcomes))
-    for mine, theirs in discordant(outcomes):
-        where = f"{mine.task} {mine.length} #{mine.index}, {', '.join(mine.answers)}"
-        out.print(f"{where}: {title(first)} {mine.text!r}, {title(theirs.cache)} {theirs.text!r}", markup=False, highlight=False)
+    out.print(*accuracy_tables(outcomes), discordant_table(outcomes))
 
 
 @evaluate.command()

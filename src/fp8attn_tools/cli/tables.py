@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fp8attn.formats.codec import E4M3, codec_of
 from fp8attn.scales import KVScales
@@ -15,7 +17,7 @@ from ..calibration import ScalesReport
 from ..evaluation.drift import Segment
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells
-from ..evaluation.paired import compare, wilson
+from ..evaluation.paired import compare, discordant, wilson
 from ..evaluation.perplexity import Perplexity
 from ..evaluation.sensitivity import Sensitivity
 
@@ -36,6 +38,21 @@ def perplexity_table(rows: Sequence[Perplexity]) -> Table:
             f"{row.top1_agreement:.1%}" if number else "",
             _number(row.bytes_per_token, ".0f"),
         )
+    return table
+
+
+def positions_table(rows: Sequence[Perplexity]) -> Table:
+    """One row for each range of positions: the first cache's loss, and what the others' predictions differ by."""
+    table = _table(f"By position: loss of {title(rows[0].cache)}, and differences from it")
+    table.add_column("position")
+    for column in ("tokens", "loss", *(f"{title(row.cache)}\n{what}" for row in rows[1:] for what in ("loss", "KL", "same top-1"))):
+        table.add_column(column, justify="right")
+    for first, *others in zip(*(row.positions for row in rows), strict=True):
+        cells = [f"{first.start:,} to {first.stop:,}", f"{first.tokens:,}", f"{first.nll:.4f}"]
+        for other in others:
+            loss = f"{other.nll - first.nll:+.5f}{margin(other.standard_error, '.5f')}"
+            cells += [loss, f"{other.kl:.1e}", f"{other.top1_agreement:.1%}"]
+        table.add_row(*cells)
     return table
 
 
@@ -98,55 +115,65 @@ def needle_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-ACCURACY_COLUMNS = ("length", "cache", "right", "95% interval", "difference, points", "lost", "won", "p")
+def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """For each task, one row for each length and cache.
 
-
-def accuracy_rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """The cells of `ACCURACY_COLUMNS` for each length and cache of one task.
-
-    They are: right samples with Wilson's interval; the difference from the first cache with Newcombe's interval; the samples that only the
-    first cache, and only this one, had right; and p of McNemar's exact test.
+    Right samples have Wilson's interval, the difference from the first cache Newcombe's. Lost and won are the samples that only the first
+    cache, and only this one, had right; p is McNemar's exact test.
     """
     caches = list(dict.fromkeys(outcome.cache for outcome in outcomes))
-    rows: list[tuple[str, ...]] = []
-    for length in dict.fromkeys(outcome.length for outcome in outcomes):
-        here = [outcome for outcome in outcomes if outcome.length == length]
-        for number, cache in enumerate(caches):
-            right = [outcome.right for outcome in here if outcome.cache == cache]
-            low, high = wilson(sum(right), len(right))
-            beside = ("", "", "", "")
-            if number:
-                pair = compare(here, caches[0], cache)
-                below, above = pair.interval
-                points = f"{100 * pair.difference:+.1f} ({100 * below:+.1f}, {100 * above:+.1f})"
-                beside = (points, str(pair.only_first), str(pair.only_second), f"{pair.p:.2g}")
-            rows.append((str(length), title(cache), f"{sum(right)}/{len(right)}", f"{100 * low:.1f}-{100 * high:.1f}%", *beside))
-    return rows
-
-
-def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
-    """`accuracy_rows` as tables, one for each task."""
     tables = []
     for task in dict.fromkeys(outcome.task for outcome in outcomes):
         table = _table(f"{task}: right answers, paired by sample")
-        for column in ACCURACY_COLUMNS:
+        for column in ("length", "cache", "right", "95% interval", "difference, points", "lost", "won", "p"):
             table.add_column(column, justify="left" if column == "cache" else "right")
-        for row in accuracy_rows([outcome for outcome in outcomes if outcome.task == task]):
-            table.add_row(*row)
+        of_task = [outcome for outcome in outcomes if outcome.task == task]
+        for length in dict.fromkeys(outcome.length for outcome in of_task):
+            here = [outcome for outcome in of_task if outcome.length == length]
+            for number, cache in enumerate(caches):
+                right = [outcome.right for outcome in here if outcome.cache == cache]
+                low, high = wilson(sum(right), len(right))
+                cells = [str(length), title(cache), f"{sum(right)}/{len(right)}", f"{100 * low:.1f}-{100 * high:.1f}%"]
+                if number:
+                    pair = compare(here, caches[0], cache)
+                    below, above = pair.interval
+                    points = f"{100 * pair.difference:+.1f} ({100 * below:+.1f}, {100 * above:+.1f})"
+                    cells += [points, str(pair.only_first), str(pair.only_second), f"{pair.p:.2g}"]
+                table.add_row(*cells)
         tables.append(table)
     return tables
+
+
+def discordant_table(outcomes: Sequence[Outcome]) -> Table:
+    """The samples that only one of the first cache and another had right, and what both said."""
+    differing = discordant(outcomes)
+    table = _table(f"Discordant samples: {len(differing) or 'none'}")
+    for column in ("task", "length", "sample", "depth", "answer", "cache", "said", "cache", "said") if differing else ():
+        table.add_column(column)
+    for a, b in differing:
+        said = (title(a.cache), a.text.strip(), title(b.cache), b.text.strip())
+        table.add_row(*map(Text, (a.task, str(a.length), str(a.index), f"{a.depth:.0%}", ", ".join(a.answers), *said)))
+    return table
+
+
+def environment_table(meta: dict[str, Any]) -> Table:
+    """Where and when results were measured, as `evaluation.record.meta` returns it."""
+    table = Table(title="Environment", title_justify="left", box=None, show_header=False)
+    for name, value in meta.items():
+        table.add_row(name, Text(str(value)))
+    return table
 
 
 def drift_table(rows: Sequence[Segment], most: int = 24) -> Table:
     """One row for each segment. Of more than `most` segments, an even selection with the first and the last."""
     table = _table(f"Decoding after a prompt of {rows[0].start} tokens")
-    for column in ("tokens", "before, the cache was", "loss", "change", "KL,\nnats", "same\ntop-1", "scales\ngrown"):
+    for column in ("tokens", "before, the cache was", "loss", "change", "KL,\nnats", "same\ntop-1"):
         table.add_column(column, justify="left" if column.startswith("before") else "right")
     count = min(most, len(rows))
     for row in (rows[round(n * (len(rows) - 1) / max(count - 1, 1))] for n in range(count)):
         change = f"{row.nll - row.baseline_nll:+.4f}"
         span = f"{row.start} to {row.stop}"
-        table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}", str(row.growths))
+        table.add_row(span, row.operation, f"{row.nll:.4f}", change, f"{row.kl:.1e}", f"{row.top1_agreement:.1%}")
     return table
 
 

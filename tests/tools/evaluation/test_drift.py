@@ -26,7 +26,7 @@ def test_an_exact_cache_does_not_drift(loaded, tokens):
     assert [row.operation for row in rows] == [*OPERATIONS, *OPERATIONS, OPERATIONS[0]]
     assert calls[-1] == (164, 164)
     for row in rows:
-        assert row.kl < 1e-5 and row.top1_agreement == 1.0 and row.growths == 0
+        assert row.kl < 1e-5 and row.top1_agreement == 1.0
         assert row.nll == pytest.approx(row.baseline_nll, abs=1e-4)
 
 
@@ -38,7 +38,6 @@ def test_fp8_stays_near_through_all_operations(loaded, tokens, room):
     assert all(0 < row.kl < 0.05 for row in rows)
     early, late = (sum(row.kl for row in part) for part in (rows[:4], rows[4:8]))
     assert late < 2 * early
-    assert sum(row.growths for row in rows) > 0
 
 
 def test_wrong_lengths(loaded, tokens):
