@@ -1,6 +1,7 @@
 """RULER's needles through our caches and stand-ins for the kernels of others."""
 
 import dataclasses
+from array import array
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 pytest.importorskip("lm_eval")
 
 from benchmarks import needle, peers
-from fp8attn_tools.evaluation.outcomes import Outcome, load_samples
+from fp8attn_tools.evaluation.outcomes import Outcome, Sample
 
 
 def kernel(shape, q, k, v, scales=()):
@@ -41,12 +42,19 @@ def rows(tmp_path_factory):
         patch.setattr(peers, "available", lambda: frozenset({"fa3", "vllm_fa3"}))
         needle.systems.cache_clear()
         needle.main()
-        assert len({len(sample.tokens) for sample in load_samples(needle.prompts(512))}) == 2, "no prompt is padded"
+        assert len({len(sample.tokens) for sample in needle.load_samples(needle.prompts(512))}) == 2, "no prompt is padded"
         found = {(case, row["impl"]): row for case in cases for row in needle.measure(case)}
         patch.setattr(needle, "CASES", {"none": needle.Case(1024, 0, 2, needle.IMPLS)})
         assert list(needle.measure("none")) == []
     needle.systems.cache_clear()
     return found
+
+
+def test_samples_to_a_file_and_back(tmp_path):
+    samples = [Sample("task", 9, n, array("i", [1, 2, 3 * n]), ("2", "é"), 0.5, 4) for n in range(5)]
+    needle.save_samples(tmp_path / "a" / "s.zip", samples)
+    assert list(needle.load_samples(tmp_path / "a" / "s.zip")) == samples
+    assert list(needle.load_samples(tmp_path / "a" / "s.zip", slice(1, None, 2))) == samples[1::2]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A model with planted offsets and outliers (`evaluation.stress`), saved as a checkpoint that vLLM loads, and calibrated for it."""
+"""A model with planted offsets and outliers (`benchmarks.stress`), saved as a checkpoint that vLLM loads, and calibrated for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.stress import STRENGTHS, Strength, plant
 from fp8attn_tools import calibrate
 from fp8attn_tools.checkpoints import export
 from fp8attn_tools.evaluation import models
-from fp8attn_tools.evaluation.stress import STRENGTHS, Strength, plant
 
 
 def save_planted(model: Any, tokenizer: Any, folder: Path, strength: Strength) -> None:

@@ -21,7 +21,6 @@ from .options import (
     Model,
     Scales,
     Seed,
-    Stress,
     Tasks,
     Text,
 )
@@ -68,7 +67,6 @@ def evaluate_all(
         int, typer.Option(help="Questions for each length; for recall, for each of five depths, too.", min=1, max=MOST_SAMPLES)
     ] = 2,
     chunk: Chunk = 512,
-    stress: Stress = 0,
     device: Device = None,
 ) -> None:
     if context_.invoked_subcommand is not None:
@@ -86,7 +84,7 @@ def evaluate_all(
 
     tasks, sizes = task_names(task), numbers(lengths, int, "--lengths")
     chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device, stress)
+    loaded, tokenizer = load(model, device)
     caches = makers(chosen, loaded)
     tokens = windows(tokenizer, passage, context + 1, count)
     questions = needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
@@ -118,7 +116,6 @@ def perplexity(
         int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=MOST_TOKENS)
     ] = 0,
     chunk: Chunk = 512,
-    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -127,7 +124,7 @@ def perplexity(
     from .tables import perplexity_table
 
     chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device, stress)
+    loaded, tokenizer = load(model, device)
     tokens = windows(tokenizer, passage, context + 1, count)
     with progress("tokens") as tick:
         rows = perplexity(loaded, tokens, makers(chosen, loaded), chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
@@ -152,7 +149,6 @@ def needle(
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
     chunk: Chunk = 512,
-    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -168,7 +164,7 @@ def needle(
 
     tasks, grid = task_names(task), {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
     chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device, stress)
+    loaded, tokenizer = load(model, device)
     caches = makers(chosen, loaded)
     questions = needle_samples(tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed)
     outcomes = ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
@@ -197,7 +193,6 @@ def drift(
     segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=MOST_TOKENS)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=MOST)] = 2,
     chunk: Chunk = 512,
-    stress: Stress = 0,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
@@ -208,7 +203,7 @@ def drift(
     if "," in cache or cache == "both":
         raise UsageError(f"drift takes one cache at a time; got {cache!r}")
     chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device, stress)
+    loaded, tokenizer = load(model, device)
     (make,) = makers(chosen, loaded, max_cache_len=prompt + decode).values()
     baseline = makers({"bf16": None}, loaded)["bf16"]
     tokens = windows(tokenizer, passage, prompt + decode + 1, batch)

@@ -75,15 +75,11 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def load(model: str | None, device: str | None, stress: int = 0, dtype: Any = None) -> tuple[Any, Any]:
-    """A model and its tokenizer, with K and V made harder to quantize if `stress` is not 0."""
-    from ..evaluation.models import load
-    from ..evaluation.stress import STRENGTHS, plant
+def load(model: str | None, device: str | None, dtype: Any = None) -> tuple[Any, Any]:
+    """A model and its tokenizer."""
+    from ..evaluation import models
 
-    loaded, tokenizer = load(model, device=device, dtype=dtype)
-    if stress:
-        plant(loaded, STRENGTHS[stress])
-    return loaded, tokenizer
+    return models.load(model, device=device, dtype=dtype)
 
 
 def served_config(model: str | None) -> Any:

@@ -9,7 +9,6 @@
 | `paired` | intervals and tests of paired outcomes |
 | `drift` | long decoding while pages are copied, reordered and truncated |
 | `sensitivity` | what 8 bits cost in each layer, and which layers to leave in 16 bits |
-| `stress` | models with worse keys and values, and the same answers |
 | `harness` | a model for lm-eval whose calls all go through a cache |
 | `record` | results as JSON, with the versions, device and date of the run |
 

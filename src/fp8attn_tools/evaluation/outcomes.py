@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TextIO
-from zipfile import ZIP_BZIP2, ZipFile
 
 
 @dataclass(frozen=True)
@@ -112,28 +111,6 @@ def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:
 def load_outcomes(path: str | Path) -> list[Outcome]:
     """Read what `save_outcomes` wrote."""
     return [Outcome(**{**row, "answers": tuple(row["answers"])}) for row in _read_lines(path)]
-
-
-def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
-    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and used on another.
-
-    Each member is one sample: a line of JSON, then the prompt's ids as 32-bit integers of this machine. bzip2 compresses a token of RULER's
-    texts to 2.7 bits, and a prompt of 131,072 tokens to 45 KB.
-    """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with ZipFile(path, "w", ZIP_BZIP2) as file:
-        for number, sample in enumerate(samples):
-            about = json.dumps({**vars(sample), "tokens": None}, ensure_ascii=False)
-            file.writestr(f"{number:05d}", about.encode() + b"\n" + sample.tokens.tobytes())
-
-
-def load_samples(path: str | Path, part: slice = slice(None)) -> Iterator[Sample]:
-    """Read what `save_samples` wrote, or a part of it, one sample at a time."""
-    with ZipFile(path) as file:
-        for name in file.namelist()[part]:
-            about, _, tokens = file.read(name).partition(b"\n")
-            row = json.loads(about)
-            yield Sample(**{**row, "tokens": array("i", tokens), "answers": tuple(row["answers"])})
 
 
 def _open(path: str | Path, mode: Literal["rt", "wt"]) -> TextIO:

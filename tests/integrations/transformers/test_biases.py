@@ -7,13 +7,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from benchmarks.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache, biases  # noqa: E402
 from fp8attn.integrations.transformers.biases import _attentions, _offset, _read, _run, layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from fp8attn_tools import calibrate  # noqa: E402
 from fp8attn_tools.diagnostics import examine  # noqa: E402
 from fp8attn_tools.evaluation.caches import cache_factory  # noqa: E402
-from fp8attn_tools.evaluation.stress import STRENGTHS, plant  # noqa: E402
 from tests.support.families import model_of, small  # noqa: E402
 from tests.support.transformers_models import VOCABULARY, bare, logits, make, one_thread, using  # noqa: E402, F401
 

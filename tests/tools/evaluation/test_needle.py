@@ -16,10 +16,8 @@ from fp8attn_tools.evaluation.outcomes import (
     Sample,
     cells,
     load_outcomes,
-    load_samples,
     same_outcomes,
     save_outcomes,
-    save_samples,
     score,
 )
 from fp8attn_tools.evaluation.recall import Haystack, recall_samples
@@ -205,13 +203,6 @@ def test_to_a_file_and_back(tmp_path, tokenizer, ending):
     outcomes = [Outcome("fp8", "recall", 512, 3, 0.25, ("1", "é"), "\n1", 0.5)]
     save_outcomes(tmp_path / "a" / f"o.{ending}", outcomes)
     assert load_outcomes(tmp_path / "a" / f"o.{ending}") == outcomes
-
-
-def test_samples_to_a_file_and_back(tmp_path, tokenizer):
-    samples = [sample("abc\n", tokenizer, "é", "2", index=n) for n in range(5)]
-    save_samples(tmp_path / "a" / "s.zip", samples)
-    assert list(load_samples(tmp_path / "a" / "s.zip")) == samples
-    assert list(load_samples(tmp_path / "a" / "s.zip", slice(1, None, 2))) == samples[1::2]
 
 
 def test_many_depths_go_by_tenths():

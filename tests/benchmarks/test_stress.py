@@ -5,10 +5,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from benchmarks import stress  # noqa: E402
+from benchmarks.stress import STRENGTHS, Strength, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
-from fp8attn_tools.evaluation import models, stress  # noqa: E402
-from fp8attn_tools.evaluation.caches import prefill  # noqa: E402
-from fp8attn_tools.evaluation.stress import STRENGTHS, Strength, plant  # noqa: E402
+from fp8attn_tools.evaluation import models  # noqa: E402
+from fp8attn_tools.evaluation.caches import cache_factory, prefill  # noqa: E402
+from fp8attn_tools.evaluation.perplexity import perplexity  # noqa: E402
 from tests.support.transformers_models import bare  # noqa: E402
 
 
@@ -79,3 +81,14 @@ def test_models_it_cannot_serve():
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=9)
     with pytest.raises(ValueError, match="RoPE in all channels, and 'gpt2' is another"):
         plant(transformers.GPT2LMHeadModel(config), STRENGTHS[1])
+
+
+def test_predictions_stay_and_cost_more_in_8_bits(fresh):
+    windows = torch.randint(3, 257, (1, 201), generator=torch.Generator().manual_seed(1))
+    rows = {}
+    for strength in (0, 3):
+        model = fresh()
+        plant(model, STRENGTHS[strength])
+        rows[strength] = perplexity(model, windows, {name: cache_factory(name, model) for name in ("bf16", "fp8", "scale-1")})
+    assert rows[3][0].nll == pytest.approx(rows[0][0].nll, rel=0.01)  # what bfloat16 loses of large values
+    assert rows[3][2].kl > 2 * rows[3][1].kl
