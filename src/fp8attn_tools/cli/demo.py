@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from fp8attn.errors import UsageError
 
@@ -52,6 +51,7 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
 
     out.rule(f"1. {name} answers, greedily", align="left")
     matched, counted = _show(tokenizer, *_answer(loaded, tokenizer))
+    out.print(f"{matched} of {counted} tokens of the answer are as in BF16")
 
     out.rule(f"2. {name} predicts Python code through each cache", align="left")
     tokens = models.windows(models.tokenize(tokenizer, text), CONTEXT + 1, 1)
@@ -84,7 +84,6 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
     }
     write_results(lambda path: write_json(path, {**results, "meta": about(loaded), "perplexity": rows, "needle": cells(outcomes)}))
     out.rule("What the cache saves, and what it costs", align="left")
-    out.print(_summary(results))
     out.print(gain(name, rows), markup=False, highlight=False)
     out.print(f"{folder}/demo.json, {folder}/needle.png; {results['seconds']:.0f} s")
     return results
@@ -143,21 +142,3 @@ def _show(tokenizer: Any, prompt: str, answers: list[list[int]]) -> tuple[int, i
         out.print(f"{title(name):>5}: {tokenizer.decode(ids).strip()}", markup=False, highlight=False)
     bf16, fp8 = answers
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(fp8, bf16, strict=False))), len(bf16)
-
-
-def _summary(results: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", *(title(name) for name in CACHES)):
-        table.add_column(column, justify="right" if column else "left")
-    name, finder = results["model"], results["needle_model"]
-
-    def add(what: str, form: str, key: str, names: tuple[str, ...] = CACHES) -> None:
-        table.add_row(what, *(format(results[f"{key}_{each}"], form) for each in names))
-
-    add(f"{name}: cache bytes per token", ",.0f", "bytes_per_token")
-    add(f"{name}: perplexity", ".4f", "ppl")
-    add(f"{name}: KL divergence from BF16, nats per token", ".1e", "kl")
-    equal = f"{results['greedy_tokens_matched']} of {results['greedy_tokens']}"
-    table.add_row(f"{name}: tokens of the answer as in BF16", "", equal)
-    add(f"{finder}: needles found", ".0%", "needle", ("bf16", "fp8"))
-    return table

@@ -1,4 +1,4 @@
-"""The results of evaluations as pictures: heat maps of needles, curves by position, the cost of 8 bits in each layer."""
+"""The results of evaluations as pictures: heat maps of needles, and curves by position."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib import rc_context
@@ -18,7 +17,6 @@ from fp8attn.errors import UsageError
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells, score
 from ..evaluation.perplexity import Perplexity
-from ..evaluation.sensitivity import Sensitivity
 
 FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
@@ -92,68 +90,6 @@ def position_curves(rows: Sequence[Perplexity]) -> Figure:
         if axis.lines:
             axis.legend(frameon=False, fontsize=9)
     divergence.set_ylim(bottom=0)
-    return figure
-
-
-def layer_bars(report: Sensitivity, chosen: Sequence[int] = (), max_kl: float | None = None) -> Figure:
-    """What 8 bits cost in each layer alone, and what is left as layers are put in 16 bits, the most sensitive first.
-
-    Args:
-        chosen: the layers to leave in 16 bits; one of the sets that the report measured.
-        max_kl: the budget, if it is one of KL divergence.
-    """
-    cost, chosen_color = COLORS[1:3]
-    others = "#b9c4c9" if chosen else cost
-    count = len(report.layers)
-    figure = Figure(figsize=(10.5, 3.9), dpi=160, layout="constrained")
-    alone, together = figure.subplots(1, 2, width_ratios=(3, 2))
-    for row in report.layers:
-        alone.bar(
-            row.layer, max(row.kl, 0.0), width=0.78, color=chosen_color if row.layer in chosen else others, zorder=2,
-            yerr=row.standard_error, error_kw={"elinewidth": 0.8, "ecolor": "#555555", "zorder": 3},
-        )  # fmt: skip
-    alone.set_title("only this layer in 8 bits", fontsize=10)
-    alone.set_xlabel("layer")
-    alone.set_ylabel("KL divergence (nats per token)")
-    alone.set_xticks([row.layer for row in report.layers][:: max(1, count // 15)])
-    alone.set_xlim(report.layers[0].layer - 0.7, report.layers[-1].layer + 0.7)
-    together.plot(range(count), report.cumulated_kl, color=cost, marker="o", markersize=3, linewidth=1.4, zorder=2)
-    together.set_title("the most sensitive layers in 16 bits, all others in 8", fontsize=10)
-    together.set_xlabel("layers in 16 bits")
-    together.set_xlim(-0.02 * count, 1.02 * (count - 1) if count > 1 else 0.5)
-    together.xaxis.get_major_locator().set_params(integer=True)
-    if chosen:
-        kept = ", ".join(map(str, sorted(chosen)[:8])) + (", ..." if len(chosen) > 8 else "")
-        kl = report.kl(chosen)
-        together.plot([len(chosen)], [kl], "o", markersize=8, color=chosen_color, zorder=3)
-        label = f"layer{'s' if len(chosen) > 1 else ''} {kept}\n{kl:.2g} nats, {report.bytes_per_token(chosen):,.0f} bytes/token"
-        beside: dict[str, Any] = {"xytext": (10, 8), "ha": "left", "va": "bottom"}
-        if len(chosen) > count / 2:  # the curve falls: there is room on its lower left
-            beside = {"xytext": (-10, -8), "ha": "right", "va": "top"}
-        together.annotate(label, (len(chosen), kl), textcoords="offset points", fontsize=9, color=chosen_color, **beside)
-    if max_kl is not None:
-        together.axhline(max_kl, color="#444444", linewidth=0.9, linestyle="--", zorder=1)
-        together.annotate(
-            "budget", (0, max_kl), xycoords=("axes fraction", "data"), xytext=(3, -3), textcoords="offset points", va="top",
-            fontsize=8.5, color="#444444",
-        )  # fmt: skip
-    shown = [kl for kl in (*report.cumulated_kl, *(row.kl for row in report.layers)) if kl > 0]
-    if shown:
-        bottom, top = min(shown) / 2, max((*shown, max_kl or 0.0)) * 2.5
-        for axis in (alone, together):
-            axis.set_yscale("log")
-            axis.set_ylim(bottom, top)
-        if report.floor > bottom:
-            alone.axhline(report.floor, color="#b2452f", linewidth=0.9, linestyle=":", zorder=4)
-            alone.annotate(
-                f"rounding in {report.dtype} alone", (1, report.floor), xycoords=("axes fraction", "data"), xytext=(-2, 3),
-                textcoords="offset points", ha="right", fontsize=8.5, color="#b2452f",
-            )  # fmt: skip
-    for axis in (alone, together):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.25, zorder=0)
-    kept = f"; {len(chosen)} of {count} layers in 16 bits" if chosen else ""
-    figure.suptitle(f"What 8 bits cost {Path(report.model).name or 'the model'} in each layer{kept}", fontsize=12)
     return figure
 
 

@@ -42,7 +42,6 @@ def sensitivity(
         typer.Option(help="The model's. In 16 bits, rounding alone changes predictions by more than 8 bits do in most layers."),
     ] = "float32",
     chunk: Chunk = 512,
-    plot: Annotated[Path | None, typer.Option(help="Draw the layers into this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write the report to this file, as JSON.")] = None,
     device: Device = None,
     as_json: Json = False,
@@ -50,11 +49,7 @@ def sensitivity(
     """What 8 bits cost in each layer, and which layers to leave in 16 bits under a budget."""
     if max_kl is not None and max_bytes is not None:
         raise UsageError("give --max-kl or --max-bytes, not both: each of them determines the layers")
-    if plot:
-        from . import plots
-
-        plots.check_format(plot)
-    write_plot, write_report = output(plot), output(save)
+    write_report = output(save)
     import torch
 
     from ..evaluation import sensitivity as study
@@ -93,7 +88,6 @@ def sensitivity(
             "skip_layers": chosen, "kl": report.kl(chosen), "bytes_per_token": report.bytes_per_token(chosen),
             "other_tokens": dict(zip(("all_in_8_bits", "chosen"), checked, strict=True)), "vllm": study.vllm_arguments(report, chosen),
         }  # fmt: skip
-    write_plot(lambda path: plots.save(plots.layer_bars(report, chosen, max_kl), path))
     if as_json:
         print_json({"meta": about(loaded), "report": report, "choice": found or None})
     elif found:

@@ -13,7 +13,7 @@ For L layers, that is about 2.25 L forwards of the tokens: L with one layer in 8
 
 **Which arithmetic is measured.** That of the cache for a forward of `chunk` tokens. On a CPU it is the `reference` backend's, in FP32. On a
 GPU, few query rows are exact, so only what is stored is rounded. On Hopper, more than 128 query rows of a KV head are in 8 bits, too, as in
-a prefill, and the report's `rounds_queries` is true.
+a prefill.
 
 **16-bit models have a floor.** Any other order of summation changes their predictions by more than 8 bits do in most layers. The report's
 `floor` is that divergence. So measure a model in FP32, on a GPU with `backend="reference"`: `make_cache` does so by default if the model is
@@ -34,7 +34,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from fp8attn import backends
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
@@ -82,7 +81,6 @@ class Sensitivity:
         context, chunk: tokens of a window, and of a forward.
         windowed: the numbers of layers with a window that the cache keeps in 16 bits whatever is chosen.
         model, dtype, cache: names of the model, of its dtype, and of the cache that was measured.
-        rounds_queries: whether attention rounded queries to 8 bits, too.
     """
 
     layers: tuple[LayerSensitivity, ...]
@@ -95,7 +93,6 @@ class Sensitivity:
     model: str
     dtype: str
     cache: str
-    rounds_queries: bool
 
     @property
     def ranking(self) -> tuple[int, ...]:
@@ -268,7 +265,6 @@ def sensitivity(
         model=model.config.name_or_path,
         dtype=str(model.dtype).removeprefix("torch."),
         cache=name,
-        rounds_queries=_rounds_queries(model, make(()), chunk * specs[full[0]].num_q_heads // specs[full[0]].num_kv_heads),
     )
 
 
@@ -374,15 +370,3 @@ class _Nudged:
 def _default(model: Any) -> MakeSkipping:
     backend: BackendName = "auto" if model.dtype in (torch.bfloat16, torch.float16) else "reference"
     return lambda skip_layers: FP8Cache(model, skip_layers=skip_layers, backend=backend)
-
-
-def _rounds_queries(model: Any, cache: Cache, rows: int) -> bool:
-    """Whether a cache's attention rounds queries, with this number of query rows for each KV head."""
-    if not isinstance(cache, FP8Cache):
-        return False
-    head_dims = {layer.head_dim for layer in layers_of(model.config) if layer.in_pages}
-    if all(backends.find(cache.groups[0].backend, model.device, model.dtype, dim).name != "hopper" for dim in head_dims):
-        return False
-    from fp8attn.kernels.decode import MAX_ROWS  # more go to `prefill`
-
-    return rows > MAX_ROWS

@@ -1,6 +1,5 @@
 """Tables, the HTML page and plots of results."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -113,7 +112,7 @@ def test_page(loaded, tokens):
 def report():
     """Of four layers; the third costs most, and the second nothing."""
     rows = [LayerSensitivity(n, kl, kl / 9, 258.0, 512.0) for n, kl in enumerate([2e-4, 0.0, 3e-3, 1e-4])]
-    return Sensitivity(tuple(rows), (4e-3, 5e-4, 1e-4, 0.0), 1e-9, 512, 512, 64, (), "folder/tiny", "float32", "fp8", False)
+    return Sensitivity(tuple(rows), (4e-3, 5e-4, 1e-4, 0.0), 1e-9, 512, 512, 64, (), "folder/tiny", "float32", "fp8")
 
 
 def test_layers_table():
@@ -122,24 +121,6 @@ def test_layers_table():
     at = rows.index(["2", "3.00e-03", "±", "3e-04", "5.00e-04", "1,286"])
     assert rows[at + 1] == ["0", "2.00e-04", "±", "2e-05", "1.00e-04", "1,540"]
     assert rows[at + 3] == ["1", "0.00e+00", "±", "0e+00", "0.00e+00", "2,048"]  # all in 16 bits
-
-
-def test_layer_bars(tmp_path):
-    figure = plots.layer_bars(report(), (0, 2), 2e-4)
-    alone, together = figure.axes
-    colors = [bar.get_facecolor() for bar in alone.patches]
-    assert [bar.get_height() for bar in alone.patches] == [2e-4, 0.0, 3e-3, 1e-4]
-    assert colors[0] == colors[2] != colors[1] == colors[3]  # the chosen ones
-    assert list(together.lines[0].get_ydata()) == [4e-3, 5e-4, 1e-4, 0.0]
-    assert together.lines[1].get_xydata().tolist() == [[2, 1e-4]]
-    assert [text.get_text() for text in together.texts] == ["layers 0, 2\n0.0001 nats, 1,540 bytes/token", "budget"]
-    assert alone.get_yscale() == together.get_yscale() == "log"
-    assert not alone.texts  # the floor is below the picture
-    noisy = plots.layer_bars(replace(report(), floor=5e-4, dtype="bfloat16"))
-    assert [text.get_text() for text in noisy.axes[0].texts] == ["rounding in bfloat16 alone"]
-    nothing = replace(report(), layers=report().layers[1:2], cumulated_kl=(0.0,))
-    for number, drawn in enumerate((figure, noisy, plots.layer_bars(nothing))):
-        plots.save(drawn, tmp_path / f"{number}.png")
 
 
 def test_perplexity_table(loaded, tokens):

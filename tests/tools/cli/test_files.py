@@ -24,7 +24,6 @@ COMMANDS = {
     "needle --plot": ("evaluate", "needle", "--plot"),
     "needle --out": ("evaluate", "needle", "--out"),
     "demo --out": ("demo", "--out"),
-    "sensitivity --plot": ("sensitivity", "--plot"),
     "sensitivity --out": ("sensitivity", "--out"),
 }
 

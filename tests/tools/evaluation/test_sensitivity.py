@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 from fp8attn import AttentionPolicy, UsageError, fp8_attention  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 from fp8attn_tools import plan  # noqa: E402
-from fp8attn_tools.evaluation import sensitivity as study  # noqa: E402
 from fp8attn_tools.evaluation.caches import cache_factory  # noqa: E402
 from fp8attn_tools.evaluation.sensitivity import Sensitivity, choose, divergence, sensitivity, vllm_arguments  # noqa: E402
 from fp8attn_tools.shape import shape_of  # noqa: E402
@@ -99,7 +98,7 @@ def test_two_planted_fragile_layers_are_found(report):
     others = [row for row in report.layers if row.layer not in FRAGILE]
     assert min(row.kl for row in fragile) > 30 * max(row.kl for row in others)
     assert all(0 < row.standard_error < row.kl / 3 for row in report.layers)
-    assert (report.tokens, report.context, report.chunk, report.dtype, report.rounds_queries) == (256, 128, 64, "float32", False)
+    assert (report.tokens, report.context, report.chunk, report.dtype) == (256, 128, 64, "float32")
 
 
 def test_a_budget_of_divergence_leaves_exactly_them_in_16_bits(planted, report):
@@ -241,17 +240,6 @@ def test_a_16_bit_model_has_a_floor():
     assert abs(sensitivity(model, WINDOWS[:1]).floor) < 1e-7  # what summing 89 probabilities in FP32 is off by
     found = sensitivity(model.bfloat16(), WINDOWS[:1])
     assert found.dtype == "bfloat16" and found.floor > 1e-5
-
-
-def test_rounded_queries_are_reported(planted, monkeypatch):
-    class Hopper:
-        name = "hopper"
-
-    monkeypatch.setattr(study.backends, "find", lambda *arguments: Hopper())
-    cache = FP8Cache(planted)
-    for chunk, rounds in ((64, False), (65, True)):  # two query heads for each KV head
-        assert study._rounds_queries(planted, cache, chunk * 2) is rounds
-    assert not study._rounds_queries(planted, cache_factory("scale-1", planted)(), 1000)
 
 
 def test_the_cache_has_the_name_that_the_model_knows(planted):
