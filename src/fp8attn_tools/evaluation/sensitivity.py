@@ -301,8 +301,8 @@ def divergence(
 def _layers_in_8_bits(model: Any, make_cache: MakeSkipping) -> tuple[int, ...]:
     """The numbers of a model's layers whose K and V such a cache can have in 8 bits: those with full attention, and in an `FP8Cache` those
     with a long sliding window."""
-    rings = isinstance(make_cache(()), FP8Cache)
-    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (rings and spec.is_ring))
+    windows = isinstance(make_cache(()), FP8Cache)
+    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (windows and spec.in_pages))
 
 
 class _Runs:
