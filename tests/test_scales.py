@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8attn import KVScales, LayerScales
+from fp8attn.errors import UsageError
 
 HEADS, DIM = 2, 64
 
@@ -125,7 +126,7 @@ def test_a_file_has_the_permissions_of_the_umask(tmp_path, umask, mode):
 def test_save_makes_folders(tmp_path):
     scales().save(tmp_path / "a" / "b" / "scales.safetensors")
     assert KVScales.load(tmp_path / "a" / "b" / "scales.safetensors").tokens == 4096
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(UsageError, match="is a folder; give the name of a file"):
         scales().save(tmp_path / "a")
 
 

@@ -22,12 +22,12 @@ TOKENS = 1024
 PAIRS = {"high": (1, 5, 11, 14), "middle": (24, 28, 33, 38), "low": (53, 57, 60, 62), "any": (3, 22, 41, 60)}
 
 
-def planted(bias, band, family="qwen2", theta=1e4, layers=1):
+def planted(bias, band, family="qwen2", theta=1e4, layers=1, **options):
     """Layers with one KV head of 128 channels. 4 of the first one's have a bias of `bias` deviations, a deviation being about 0.9."""
     shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers, "head_dim": 128}
     rope = {"rope_type": "default", "rope_theta": theta}
     llama = {"attention_bias": True} if family == "llama" else {}
-    model = make(family, **shape, **llama, max_position_embeddings=TOKENS, rope_parameters=rope)
+    model = make(family, **shape, **llama, **options, max_position_embeddings=TOKENS, rope_parameters=rope)
     projection = model.model.layers[0].self_attn.k_proj
     with torch.no_grad():
         projection.bias.zero_()
@@ -217,6 +217,22 @@ def test_layers_that_lose_are_in_8_bits_where_nothing_else_would_be_or_must_be()
         assert FP8Cache(planted(200, "high")).fp8_layers == (0,)
     with pytest.warns(UserWarning, match=r"layers 0 of .* batch_invariant=True has no layer in 16 bits"):
         assert FP8Cache(planted(200, "high", layers=2), batch_invariant=True).fp8_layers == (0, 1)
+
+
+def test_a_static_cache_counts_no_windows_among_the_layers_in_8_bits():
+    """A static cache keeps windows in 16 bits. A growing one has windows of 512 tokens in pages."""
+    kinds = ["full_attention", "sliding_attention"]
+    for layer_types in (kinds, kinds[::-1]):  # the first layer has the biases
+        model = planted(200, "high", layers=2, use_sliding_window=True, sliding_window=512, layer_types=layer_types)
+        with pytest.warns(UserWarning, match="keeps layers 0 of"):
+            assert FP8Cache(model).fp8_layers == (1,)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            cache = FP8Cache(model, max_cache_len=1100)
+        if layer_types == kinds:
+            assert cache.fp8_layers == (0,) and len(said) == 1 and "otherwise no layer would be" in str(said[0].message)
+        else:
+            assert cache.fp8_layers == (1,) and not said
 
 
 @torch.no_grad()

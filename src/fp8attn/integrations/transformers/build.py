@@ -86,7 +86,7 @@ def make_layers(
     layers: list[Any] = []
     groups: dict[tuple[tuple[int, int, int | None], torch.device], FP8Layers] = {}
     for index, (spec, device) in enumerate(zip(specs, layer_devices(model, len(specs)), strict=True)):
-        if not (spec.in_pages if max_cache_len is None else spec.is_full) or skipped(index):
+        if not spec.in_pages_of(max_cache_len) or skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if spec.head_dim not in HEAD_DIMS:

@@ -69,6 +69,10 @@ class LayerSpec:
         """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless its `skip_layers` or its biases keep it in 16 bits."""
         return self.is_full or self.is_windowed
 
+    def in_pages_of(self, max_cache_len: int | None) -> bool:
+        """`in_pages` of an `FP8Cache` with this `max_cache_len`. The static form keeps windows in 16 bits."""
+        return self.in_pages if max_cache_len is None else self.is_full
+
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of a model's decoder. For a multimodal model, it is the config of the text model.

@@ -38,13 +38,13 @@ class Weights:
         """The layers whose keys lose accuracy in 8 bits (`LayerBiases.loses`), of those that can be in 8 bits."""
         losing = [index for index, found in sorted(self.biases.items()) if found.loses]
         specs = layers_of(self.model.config) if losing else []
-        return tuple(index for index in losing if specs[index].in_pages)
+        return tuple(index for index in losing if specs[index].in_pages_of(self.context))
 
     def keeps(self, index: int) -> bool:
         """Whether a layer stays in 16 bits, if the user has not said which do: those that lose, unless none would be left in 8 bits."""
         if self.batch_invariant or index not in self.losing:
             return False
-        return len(self.losing) < sum(spec.in_pages for spec in layers_of(self.model.config))
+        return len(self.losing) < sum(spec.in_pages_of(self.context) for spec in layers_of(self.model.config))
 
     def set_static(self, groups: list[FP8Layers]) -> None:
         """Set the means and the rotation of these layers, which have no calibrated scales, and warn about biases that cannot be read."""
