@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -36,7 +35,6 @@ def export(
     *,
     strategy: Strategy = "tensor",
     fold_v_mean: bool = True,
-    q_scale: float | None = None,
     skip_layers: Collection[int] = (),
 ) -> Export:
     """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and queries.
@@ -53,7 +51,6 @@ def export(
             FlashInfer and Triton refuse it, and its CPU backend takes the largest.
         fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the same but for the
             rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the scale of V is made larger, as K's.
-        q_scale: the scale of queries, if `scales` has none: 1.0 represents magnitudes from 2^-6 to 448 with full precision.
         skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no scales.
     Raises:
         UsageError: the scales do not fit the checkpoint; a layer has none; a mean of V that no bias can take; names of an
@@ -72,7 +69,7 @@ def export(
         if fold_v_mean and layer.v_mean.any():
             moved |= moved_means(source, attention, layer.v_mean)
             moved_layers.append(index)
-        given = {"q": _q_scale(source, index, layer, q_scale), **values(layer, index in moved_layers)}
+        given = {"q": _q_scale(source, index, layer), **values(layer, index in moved_layers)}
         written |= {name: to_tensor(given[x], strategy) for x, name in names(attention).items()}
     if clash := sorted(written.keys() & source.tensors.keys()):
         raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
@@ -131,24 +128,17 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
     return chosen
 
 
-def _q_scale(source: Checkpoint, index: int, layer: LayerScales, given: float | None) -> torch.Tensor:
+def _q_scale(source: Checkpoint, index: int, layer: LayerScales) -> torch.Tensor:
     """The scale of each query head `[num_q_heads]`."""
-    q_heads = heads_of(source)[0]
-    found = layer.q_scale
-    if found is not None and given is not None:
-        raise UsageError("the scales have a q_scale; leave out the argument q_scale")
-    if found is None:
-        if given is None:
-            raise UsageError(
-                f"layer {index} has no scale for queries, and vLLM's FlashAttention-3, FlashInfer and Triton quantize them with 1.0 in "
-                "silence; calibrate again, or give q_scale=1.0 to choose that"
-            )
-        if not (math.isfinite(given) and given > 0):
-            raise UsageError(f"q_scale must be positive and finite; got {given}")
-        return torch.full((q_heads,), given, dtype=torch.float32)
-    if found.shape != (q_heads,):
-        raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(found.shape)}")
-    return found
+    q_heads, scale = heads_of(source)[0], layer.q_scale
+    if scale is None:
+        raise UsageError(
+            f"layer {index} has no scale for queries, and vLLM's FlashAttention-3, FlashInfer and Triton quantize them with 1.0 in "
+            "silence; calibrate again with fp8attn_tools.calibrate"
+        )
+    if scale.shape != (q_heads,):
+        raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(scale.shape)}")
+    return scale
 
 
 def _model_id(folder: Path) -> str:

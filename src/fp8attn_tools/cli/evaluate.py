@@ -9,37 +9,7 @@ import typer
 
 from fp8attn.errors import UsageError
 
-from .options import (
-    CACHE_NAMES,
-    MOST,
-    MOST_SAMPLES,
-    MOST_TOKENS,
-    CacheChoice,
-    Chunk,
-    Device,
-    Json,
-    Model,
-    Scales,
-    Seed,
-    Tasks,
-    Text,
-)
-from .shared import (
-    about,
-    ask_all,
-    choose,
-    load,
-    makers,
-    needle_samples,
-    numbers,
-    out,
-    output,
-    print_json,
-    progress,
-    read_text,
-    task_names,
-    windows,
-)
+from . import options, shared
 
 evaluate = typer.Typer(
     help="Compare caches on identical tokens: all evaluations but drift with --report, or one of them.", invoke_without_command=True
@@ -52,22 +22,20 @@ def evaluate_all(
     report: Annotated[
         Path | None, typer.Option(help="Run all evaluations but drift, and write a page index.html into this folder.")
     ] = None,
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=MOST_TOKENS)] = 4096,
-    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1, max=MOST)] = 2,
+    model: options.Model = None,
+    cache: options.CacheChoice = "both",
+    scales: options.Scales = None,
+    text: options.Text = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=options.MOST_TOKENS)] = 4096,
+    count: options.Windows = 2,
     decode: Annotated[
-        int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1, max=MOST_TOKENS)
+        int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1, max=options.MOST_TOKENS)
     ] = 128,
-    task: Tasks = "recall",
-    lengths: Annotated[str, typer.Option(help="Tokens of the questions' prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[
-        int, typer.Option(help="Questions for each length; for recall, for each of five depths, too.", min=1, max=MOST_SAMPLES)
-    ] = 2,
-    chunk: Chunk = 512,
-    device: Device = None,
+    task: options.Tasks = "recall",
+    lengths: options.Lengths = "512,1024,2048,4096",
+    samples: options.Samples = 2,
+    chunk: options.Chunk = 512,
+    device: options.Device = None,
 ) -> None:
     if context_.invoked_subcommand is not None:
         return
@@ -75,99 +43,100 @@ def evaluate_all(
         raise UsageError("choose --report FOLDER, or one evaluation: perplexity, needle, drift (fp8attn evaluate --help)")
     if decode > context:
         raise UsageError(f"--decode {decode} must not exceed --context {context}")
-    write_html, write_report, write_outcomes = (output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl"))
+    write_html, write_report, write_outcomes = (shared.output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl"))
     from ..evaluation.outcomes import save_outcomes
     from ..evaluation.perplexity import perplexity
     from ..evaluation.record import write_json
     from . import page
     from .tables import accuracy_tables, perplexity_table
 
-    tasks, sizes = task_names(task), numbers(lengths, int, "--lengths")
-    chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device)
-    caches = makers(chosen, loaded)
-    tokens = windows(tokenizer, passage, context + 1, count)
-    questions = needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
+    tasks, sizes = shared.task_names(task), shared.numbers(lengths, int, "--lengths")
+    chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
+    loaded, tokenizer = shared.load(model, device)
+    caches = shared.makers(chosen, loaded)
+    tokens = shared.windows(tokenizer, passage, context + 1, count)
+    questions = shared.needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
     runs = []
     for what, decoded in (("prefill in chunks", 0), ("token by token", decode)):
-        with progress(f"tokens, {what}") as tick:
+        with shared.progress(f"tokens, {what}") as tick:
             part = tokens[:1] if decoded else tokens
             runs.append(perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick))
-        out.print(perplexity_table(runs[-1]))
-    outcomes = ask_all("questions", loaded, tokenizer, questions, caches, chunk=chunk)
-    out.print(*accuracy_tables(outcomes))
-    meta = about(loaded)
+        shared.out.print(perplexity_table(runs[-1]))
+    outcomes = shared.ask_all("questions", loaded, tokenizer, questions, caches, chunk=chunk)
+    shared.out.print(*accuracy_tables(outcomes))
+    meta = shared.about(loaded)
     write_outcomes(lambda path: save_outcomes(path, outcomes))
     rows = [row for run in runs for row in run]
     write_report(lambda path: write_json(path, {"meta": meta, "perplexity": rows, "needle": outcomes}))
     write_html(lambda path: path.write_text(page.page(meta, runs, outcomes), encoding="utf-8"))
-    out.print(f"{report}/index.html, {report}/report.json, {report}/outcomes.jsonl")
+    shared.out.print(f"{report}/index.html, {report}/report.json, {report}/outcomes.jsonl")
 
 
 @evaluate.command()
 def perplexity(
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    text: Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=MOST_TOKENS)] = 2048,
-    count: Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1, max=MOST)] = 8,
+    model: options.Model = None,
+    cache: options.CacheChoice = "both",
+    scales: options.Scales = None,
+    text: options.Text = None,
+    context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=options.MOST_TOKENS)] = 2048,
+    count: options.Windows = 8,
     decode: Annotated[
-        int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=MOST_TOKENS)
+        int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=options.MOST_TOKENS)
     ] = 0,
-    chunk: Chunk = 512,
-    device: Device = None,
-    as_json: Json = False,
+    chunk: options.Chunk = 512,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Perplexity and bits per byte of the same tokens through each cache."""
     from ..evaluation.perplexity import perplexity
     from .tables import perplexity_table
 
-    chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device)
-    tokens = windows(tokenizer, passage, context + 1, count)
-    with progress("tokens") as tick:
-        rows = perplexity(loaded, tokens, makers(chosen, loaded), chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
+    chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
+    loaded, tokenizer = shared.load(model, device)
+    caches, tokens = shared.makers(chosen, loaded), shared.windows(tokenizer, passage, context + 1, count)
+    with shared.progress("tokens") as tick:
+        rows = perplexity(loaded, tokens, caches, chunk=chunk, decode_tokens=decode, tokenizer=tokenizer, progress=tick)
     if as_json:
-        print_json({"meta": about(loaded), "rows": rows})
+        shared.print_json({"meta": shared.about(loaded), "rows": rows})
     else:
-        out.print(perplexity_table(rows))
+        shared.out.print(perplexity_table(rows))
 
 
 @evaluate.command()
 def needle(
-    model: Model = None,
-    cache: CacheChoice = "both",
-    scales: Scales = None,
-    task: Tasks = "recall",
-    text: Text = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096",
-    samples: Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1, max=MOST_SAMPLES)] = 2,
+    model: options.Model = None,
+    cache: options.CacheChoice = "both",
+    scales: options.Scales = None,
+    task: options.Tasks = "recall",
+    text: options.Text = None,
+    lengths: options.Lengths = "512,1024,2048,4096",
+    samples: options.Samples = 2,
     depths: Annotated[str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
-    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0, max=MOST_SAMPLES)] = 3,
-    seed: Seed = 0,
+    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0, max=options.MOST_SAMPLES)] = 3,
+    seed: options.Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
-    chunk: Chunk = 512,
-    device: Device = None,
-    as_json: Json = False,
+    chunk: options.Chunk = 512,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Ask for sentences hidden at each length and depth, greedily. All caches get the same samples, and are compared in pairs."""
     if plot:
         from . import plots
 
         plots.check_format(plot)
-    write_plot, write_outcomes = output(plot), output(save)
+    write_plot, write_outcomes = shared.output(plot), shared.output(save)
     from ..evaluation.outcomes import cells, same_outcomes, save_outcomes, score
     from ..evaluation.paired import compare
     from .tables import accuracy_tables, discordant_table, needle_table
 
-    tasks, grid = task_names(task), {"lengths": numbers(lengths, int, "--lengths"), "depths": numbers(depths, float, "--depths")}
-    chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device)
-    caches = makers(chosen, loaded)
-    questions = needle_samples(tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed)
-    outcomes = ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
+    tasks = shared.task_names(task)
+    grid = {"lengths": shared.numbers(lengths, int, "--lengths"), "depths": shared.numbers(depths, float, "--depths")}
+    chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
+    loaded, tokenizer = shared.load(model, device)
+    caches = shared.makers(chosen, loaded)
+    questions = shared.needle_samples(tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed)
+    outcomes = shared.ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
     first, *others = caches
     heading = f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"
     write_outcomes(lambda path: save_outcomes(path, outcomes))
@@ -176,25 +145,27 @@ def needle(
         scores = {name: score(outcomes, name) for name in caches}
         equal = {name: same_outcomes(outcomes, first, name) for name in others}
         pairs = [compare(outcomes, first, name) for name in others]
-        print_json({"meta": about(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)})
+        shared.print_json(
+            {"meta": shared.about(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)}
+        )
         return
-    out.print(needle_table(outcomes))
-    out.print(*accuracy_tables(outcomes), discordant_table(outcomes))
+    shared.out.print(needle_table(outcomes))
+    shared.out.print(*accuracy_tables(outcomes), discordant_table(outcomes))
 
 
 @evaluate.command()
 def drift(
-    model: Model = None,
-    cache: Annotated[str, typer.Option(help=f"The cache to compare with bf16: one of {CACHE_NAMES}.")] = "fp8",
-    scales: Scales = None,
-    text: Text = None,
-    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1, max=MOST_TOKENS)] = 1024,
-    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2, max=MOST_TOKENS)] = 512,
-    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=MOST_TOKENS)] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=MOST)] = 2,
-    chunk: Chunk = 512,
-    device: Device = None,
-    as_json: Json = False,
+    model: options.Model = None,
+    cache: Annotated[str, typer.Option(help=f"The cache to compare with bf16: one of {options.CACHE_NAMES}.")] = "fp8",
+    scales: options.Scales = None,
+    text: options.Text = None,
+    prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1, max=options.MOST_TOKENS)] = 1024,
+    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2, max=options.MOST_TOKENS)] = 512,
+    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=options.MOST_TOKENS)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=options.MOST)] = 2,
+    chunk: options.Chunk = 512,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Decode many tokens while the cache is copied, reordered and truncated: do predictions drift away from BF16?"""
     from ..evaluation.drift import drift
@@ -202,14 +173,14 @@ def drift(
 
     if "," in cache or cache == "both":
         raise UsageError(f"drift takes one cache at a time; got {cache!r}")
-    chosen, passage = choose(cache, scales), read_text(text, model)
-    loaded, tokenizer = load(model, device)
-    (make,) = makers(chosen, loaded, max_cache_len=prompt + decode).values()
-    baseline = makers({"bf16": None}, loaded)["bf16"]
-    tokens = windows(tokenizer, passage, prompt + decode + 1, batch)
-    with progress("tokens") as tick:
+    chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
+    loaded, tokenizer = shared.load(model, device)
+    (make,) = shared.makers(chosen, loaded, max_cache_len=prompt + decode).values()
+    baseline = shared.makers({"bf16": None}, loaded)["bf16"]
+    tokens = shared.windows(tokenizer, passage, prompt + decode + 1, batch)
+    with shared.progress("tokens") as tick:
         rows = drift(loaded, tokens, make, baseline, prompt=prompt, segment=segment, chunk=chunk, progress=tick)
     if as_json:
-        print_json({"meta": about(loaded), "cache": cache, "rows": rows})
+        shared.print_json({"meta": shared.about(loaded), "cache": cache, "rows": rows})
     else:
-        out.print(drift_table(rows))
+        shared.out.print(drift_table(rows))

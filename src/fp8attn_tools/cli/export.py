@@ -23,7 +23,6 @@ def export(
         Literal["tensor", "attn_head"], typer.Option(help="One scale a layer, or one a head (FlashAttention-3 takes these).")
     ] = "tensor",
     fold_v_mean: Annotated[bool, typer.Option(help="Move static means of V into the biases of the checkpoint.")] = True,
-    q_scale: Annotated[float | None, typer.Option(help="The scale of queries, if the scales have none.")] = None,
     skip_layers: Annotated[str, typer.Option(help="Layers that vLLM keeps in 16 bits, such as 0,5.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -41,7 +40,7 @@ def export(
         raise UsageError("give --scales FILE (fp8attn calibrate writes it) and --out FOLDER, or --check to verify an exported folder")
     else:
         skipped = numbers(skip_layers, int, "--skip-layers") if skip_layers else []
-        found = checkpoints.export(folder, given, save, strategy=strategy, fold_v_mean=fold_v_mean, q_scale=q_scale, skip_layers=skipped)
+        found = checkpoints.export(folder, given, save, strategy=strategy, fold_v_mean=fold_v_mean, skip_layers=skipped)
     if as_json:
         rows = [{"layer": index, **{f"{x}_scale": scale.tolist() for x, scale in layer.items()}} for index, layer in found.scales.items()]
         how = {"folder": str(found.folder), "strategy": found.strategy, "command": found.command}

@@ -34,6 +34,9 @@ Context = Annotated[
     typer.Option(help="Tokens of a sequence. Default: the model's context, at most 32,768; on a CPU, 4,096.", min=2, max=MOST_TOKENS),
 ]
 Chunk = Annotated[int, typer.Option(help="Tokens of a forward during prefill.", min=1, max=MOST_TOKENS)]
+Windows = Annotated[int, typer.Option("--windows", help="Number of windows, from the start of the text.", min=1, max=MOST)]
+Lengths = Annotated[str, typer.Option(help="Tokens of the prompts.")]
+Samples = Annotated[int, typer.Option(help="Prompts for each length; for recall, for each depth, too.", min=1, max=MOST_SAMPLES)]
 Tasks = Annotated[str, typer.Option("--task", help=f"Any of {', '.join(TASKS)}, joined by commas. All but the first need the extra ruler.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is random.", min=0, max=2**64 - 1)]
 KeyDtype = Annotated[codec.KeyDtype, typer.Option(help="The format of keys in the cache.")]

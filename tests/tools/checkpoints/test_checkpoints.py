@@ -184,8 +184,7 @@ def test_a_calibrated_model(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(3, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(2))
     scales = calibrate(loaded, ids.split(1), key_dtype="e4m3", rotate_keys=False)
-    options = {} if getattr(scales.layer(0), "q_scale", None) is not None else {"q_scale": 1.0}
-    found = export(folder, scales, tmp_path / "out", strategy="attn_head", **options)
+    found = export(folder, scales, tmp_path / "out", strategy="attn_head")
     assert torch.equal(found.scales[1]["k"], scales.layer(1).k_scale)
 
 
@@ -288,9 +287,7 @@ REFUSED = {
     "int8": (lambda: (some_scales(key_dtype="int8"), {}), "key_dtype='int8', rotate_keys=False; calibrate again with key_dtype='e4m3'"),
     "rotated": (lambda: (some_scales(rotate_keys=True), {}), "rotate_keys=True; calibrate again"),
     "q_scale of KV heads": (lambda: (with_bad_q_scale(), {}), r"layer 2: q_scale must be \[4\], one for each query head; it is \[2\]"),
-    "no q_scale": (lambda: (some_scales(q_scale=False), {}), "layer 0 has no scale for queries.*q_scale=1.0"),
-    "two q_scales": (lambda: (some_scales(), {"q_scale": 1.0}), "leave out"),
-    "a bad q_scale": (lambda: (some_scales(q_scale=False), {"q_scale": float("nan")}), "positive and finite; got nan"),
+    "no q_scale": (lambda: (some_scales(q_scale=False), {}), "layer 0 has no scale for queries.*calibrate again"),
     "a layer without": (
         lambda: (some_scales([0, 2]), {}),
         r"no scales for layer 1 .* would take 1.0.*skip_layers=\[1\].*--kv-cache-dtype-skip-layers 1",
@@ -336,10 +333,9 @@ def test_sliding_layers_must_be_skipped(tmp_path):
     model.config.name_or_path = str(tmp_path / "model")
     ids = torch.randint(3, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(2))
     scales = calibrate(model, ids.split(1), key_dtype="e4m3", rotate_keys=False)
-    options = {} if getattr(scales.layer(1), "q_scale", None) is not None else {"q_scale": 1.0}
     with pytest.raises(UsageError, match=r"no scales for layer 0 \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"):
-        export(tmp_path / "model", scales, tmp_path / "out", **options)
-    exported = export(tmp_path / "model", scales, tmp_path / "out", skip_layers=[0], **options)
+        export(tmp_path / "model", scales, tmp_path / "out")
+    exported = export(tmp_path / "model", scales, tmp_path / "out", skip_layers=[0])
     assert set(exported.scales) == {1, 2}
 
 

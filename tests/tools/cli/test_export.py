@@ -20,14 +20,9 @@ def scales_file(tiny_model, tmp_path_factory):
     return path
 
 
-def q_scale(path):
-    """Of scales without one for queries."""
-    return () if getattr(KVScales.load(path).layer(0), "q_scale", None) is not None else ("--q-scale", 1)
-
-
 def test_export(tiny_model, scales_file, tmp_path):
     folder = tmp_path / "out"
-    options = (tiny_model, "--scales", scales_file, *q_scale(scales_file), "--strategy", "attn_head")
+    options = (tiny_model, "--scales", scales_file, "--strategy", "attn_head")
     found = run_json("export", *options, "--out", folder)
     scales = KVScales.load(scales_file)
     assert [row["layer"] for row in found["rows"]] == [0, 1] and found["strategy"] == "attn_head"
@@ -56,7 +51,7 @@ def test_what_is_refused_takes_one_line(tiny_model, scales_file, tmp_path, capfd
     assert "vLLM would read no scales" in refused(capfd, monkeypatch, tiny_model, "--check")
     options = (tiny_model, "--scales", scales_file, "--out", tmp_path / "out")
     assert "--skip-layers must be numbers" in refused(capfd, monkeypatch, *options, "--skip-layers", "first")
-    run("export", *options, *q_scale(scales_file))
+    run("export", *options)
     index = tmp_path / "out" / "model.safetensors.index.json"
     value = json.loads(index.read_text())
     value["weight_map"] = {name: file for name, file in value["weight_map"].items() if not name.endswith("_scale")}
