@@ -12,14 +12,14 @@ from rich.markup import escape
 from fp8attn.errors import UsageError
 
 from ..evaluation import models
-from ..evaluation.caches import MakeCache, cache_factory, decode_greedily, prefill
+from ..evaluation.caches import decode_greedily, prefill
 from ..evaluation.names import title
 from ..evaluation.outcomes import cells, same_outcomes, score
 from ..evaluation.perplexity import Perplexity, perplexity
 from ..evaluation.recall import recall_samples
 from ..evaluation.record import write_json
 from .plots import needle_maps, save
-from .shared import about, ask_all, encode, load, out, output, progress
+from .shared import about, ask_all, encode, load, makers, out, output, progress
 from .tables import needle_table, perplexity_table
 
 PUBLIC = "smollm2"
@@ -56,7 +56,7 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
     out.rule(f"2. {name} predicts Python code through each cache", align="left")
     tokens = models.windows(models.tokenize(tokenizer, text), CONTEXT + 1, 1)
     with progress(f"{CONTEXT} tokens through {len(CACHES)} caches") as tick:
-        rows = perplexity(loaded, tokens, _caches(loaded, *CACHES), tokenizer=tokenizer, progress=tick)
+        rows = perplexity(loaded, tokens, makers(dict.fromkeys(CACHES), loaded), tokenizer=tokenizer, progress=tick)
     out.print(perplexity_table(rows))
 
     finder, words = (
@@ -64,7 +64,7 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
     )
     out.rule(f"3. {_name(finder)} finds needles in a haystack of Python code", align="left")
     questions = list(recall_samples(words, text, lengths=LENGTHS, samples=1, seed=2026))
-    outcomes = ask_all("asking", finder, words, questions, _caches(finder, "bf16", "fp8"))
+    outcomes = ask_all("asking", finder, words, questions, makers(dict.fromkeys(("bf16", "fp8")), finder))
     out.print(needle_table(outcomes))
     write_plot(lambda path: save(needle_maps(outcomes, heading=f"Needle in a haystack: {_name(finder)}"), path))
 
@@ -114,16 +114,12 @@ def _name(model: Any) -> str:
     return Path(model.config.name_or_path).name
 
 
-def _caches(model: Any, *names: str) -> dict[str, MakeCache]:
-    return {name: cache_factory(name, model) for name in names}
-
-
 def _answer(model: Any, tokenizer: Any) -> tuple[str, list[list[int]]]:
     """The prompt, and the tokens of BF16's and of FP8's answer, up to its end."""
     prompt = QUESTION if tokenizer.chat_template else PROMPT
     ids, end, answers = encode(tokenizer, prompt, bool(tokenizer.chat_template))["input_ids"].to(model.device), tokenizer.eos_token_id, []
     with progress("answering") as tick:
-        for number, make in enumerate(_caches(model, "bf16", "fp8").values(), 1):
+        for number, make in enumerate(makers(dict.fromkeys(("bf16", "fp8")), model).values(), 1):
             cache = make()
             new, _ = decode_greedily(model, prefill(model, ids, cache), cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
             answers.append(list(takewhile(lambda token: token != end, new[0].tolist())))

@@ -33,6 +33,7 @@ def generate(
 
     from fp8attn.integrations.transformers.config import cache_keyword
 
+    from ..calibration.pack import context_of
     from ..evaluation.names import title
 
     class Stream(TextStreamer):
@@ -74,7 +75,7 @@ def generate(
         if as_json:
             continue
         if at_end:
-            out.print(f"[dim]stopped after {count} tokens: the model's context is full ({context(loaded.config):,} tokens)")
+            out.print(f"[dim]stopped after {count} tokens: the model's context is full ({context_of(loaded.config, MOST_TOKENS):,} tokens)")
         if size is not None:
             out.print(
                 f"[dim]the cache holds {size:,} bytes{f' in whole pages of {PAGE_SIZE} tokens' if hasattr(made, 'fp8_layers') else ''}"
@@ -86,22 +87,15 @@ def generate(
         out.rule("the same tokens" if same else "different tokens", align="left")
 
 
-def context(config: Any) -> int | None:
-    """The most tokens for which the model has positions; None: its config has no limit."""
-    from fp8attn.integrations.transformers.config import decoder_config
-
-    return getattr(decoder_config(config), "max_position_embeddings", None)
-
-
 def room(config: Any, prompt: int, wanted: int) -> int:
     """How many of the `wanted` tokens fit into the model's context after a prompt.
 
     Raises:
         UsageError: not one.
     """
-    longest = context(config)
-    if longest is None:
-        return wanted
+    from ..calibration.pack import context_of
+
+    longest = context_of(config, MOST_TOKENS)
     if prompt >= longest:
         raise UsageError(f"the prompt has {prompt:,} tokens, and the model's context is {longest:,}: shorten the prompt")
     return min(wanted, longest - prompt)
