@@ -241,10 +241,10 @@ def page_kernel(
     if Q_ROPE is not None:  # noqa: SIM102 - at compile time
         if head >= num_kv_heads:
             seq = (first_seq + tl.program_id(2)).to(tl.int64)
-            head = (tl.program_id(0) - 2 * num_kv_heads).to(tl.int64)
+            q_head = (tl.program_id(0) - 2 * num_kv_heads).to(tl.int64)
             angles = q_cos_ptr + seq * q_cos_stride_b, q_sin_ptr + seq * q_cos_stride_b, q_cos_stride
-            q_ptr += seq * q_stride_b + head * q_stride_h
-            q_out_ptr += seq * q_out_stride_b + head * q_out_stride_h
+            q_ptr += seq * q_stride_b + q_head * q_stride_h
+            q_out_ptr += seq * q_out_stride_b + q_head * q_out_stride_h
             _rotate_queries(q_ptr, q_stride_t, q_out_ptr, q_out_stride_t, angles, num_queries, K, Q_ROPE)
             return
     if cu_seqlens_ptr is None:
