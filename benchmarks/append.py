@@ -2,7 +2,6 @@
 writes.
 
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them.
-`-counted` counts overflows too (`fp8attn.overflow`).
 
 8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked before it is timed: an
 append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V.
@@ -66,10 +65,9 @@ class Append:
         step, count = self.new == 1, self.batch * self.new
         columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
         num_pages = self.batch * columns
-        impls = KEYS | ({"fp8attn-counted": KEYS["fp8attn"]} if step else {})
-        lengths = torch.zeros(len(impls), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
+        lengths = torch.zeros(len(KEYS), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
         caches = {}
-        for (impl, name), row in zip(impls.items(), lengths, strict=True):
+        for (impl, name), row in zip(KEYS.items(), lengths, strict=True):
             pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=name)
             caches[impl] = replace(pages, cache_seqlens=row)
         before = [randn(self.batch * self.held, HEADS, DIM) for _ in "kv"]
@@ -77,21 +75,15 @@ class Append:
             pages.page_table.copy_(torch.randperm(num_pages, device=DEVICE).view(self.batch, columns))
             append.append(pages, *before, params.Append(None, self.held))
         k, v = (randn(count, HEADS, DIM) for _ in "kv")
-        how = {impl: params.Append(None, self.new) for impl in caches}
-        if step:
-            how["fp8attn-counted"] = how["fp8attn"]._replace(overflows=torch.zeros(2, 3, dtype=torch.int64, device=DEVICE))
+        how = params.Append(None, self.new)
 
         def check() -> None:
             restart()
             for impl, pages in caches.items():
                 expected = copy.deepcopy(pages)
-                counts = how[impl].overflows
-                expected_counts = None if counts is None else counts.clone()
-                append.append(pages, k, v, how[impl])
-                reference.append(expected, k, v, how[impl]._replace(overflows=expected_counts))
-                pairs = (pages.pool, expected.pool), (counts, expected_counts)
-                same = all(a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-                assert same, f"{self}, {impl}: bytes are not the reference's"
+                append.append(pages, k, v, how)
+                reference.append(expected, k, v, how)
+                assert torch.equal(pages.pool, expected.pool), f"{self}, {impl}: bytes are not the reference's"
 
         def restart() -> None:
             lengths.fill_(self.held)
@@ -101,7 +93,7 @@ class Append:
         def write(impl: str) -> None:
             if not step:  # a step has pages for every repetition
                 restart()
-            append.append(caches[impl], k, v, how[impl])
+            append.append(caches[impl], k, v, how)
 
         calls = {impl: partial(write, impl) for impl in caches}
         return Prepared(calls, nbytes, check, restart)

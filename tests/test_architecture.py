@@ -20,7 +20,7 @@ FLOORS = (
     {"checks", "extras", "files"},
     {"formats"},
     {"numerics", "pages", "params", "scales"},
-    {"contents", "kernels", "overflow", "reference"},
+    {"contents", "kernels", "reference"},
     {"backends"},
     {"_torch_ops", "precompile"},
     {"ops"},

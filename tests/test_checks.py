@@ -85,7 +85,6 @@ def test_options_of_dense_attention(options, message):
     ("options", "message"),
     [
         ({"rotate_keys": "no"}, "rotate_keys must be True or False; got str 'no'"),
-        ({"count_overflows": "yes"}, "count_overflows must be True or False"),
         ({"num_layers": True}, "must be positive whole numbers; got .*num_layers=True"),
         ({"num_seqs": 10**9}, "num_seqs must be at most 1,048,576, .* got num_seqs=1,000,000,000 and num_layers=1"),
         ({"max_seqlen": 10**12}, "must be positive whole numbers; got .*the most: 2,147,483,647"),

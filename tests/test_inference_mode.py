@@ -72,19 +72,18 @@ def test_pages(made, appended, attended, backend):
         mode, append, attend = modes
         with MODES[mode]():
             pages = fp8attn.KVPages.empty(2 * B, H, D, B, 2, v_mean=torch.full((H, D), 0.5))
-            counts = torch.zeros(2, 3, dtype=torch.int64)
             out = torch.empty(B * 3, 2 * H, D, dtype=torch.bfloat16)
             empty = torch.empty(0, 2 * H, D, dtype=torch.bfloat16)
         with MODES[append]():
             for step, tokens in enumerate((127, 3)):
                 k, v = (draw(append, B * tokens, H, D, seed=2 * step + i) for i in range(2))
-                fp8attn.append(pages, k, v, backend=backend, overflows=counts)
+                fp8attn.append(pages, k, v, backend=backend)
         with MODES[attend]():
             q = draw(attend, B * 3, 2 * H, D, seed=9)
             result = fp8attn.attention(q, pages, causal=True, backend=backend)
             assert fp8attn.attention(q, pages, causal=True, out=out, backend=backend) is out
             fp8attn.attention(q[:0], pages, out=empty, backend=backend)
-        return [result, out, counts, pages.cache_seqlens, *pages.read(1, 130)]
+        return [result, out, pages.cache_seqlens, *pages.read(1, 130)]
 
     expected = run(["normal"] * 3)
     for result, right in zip(run([made, appended, attended]), expected, strict=True):
@@ -108,13 +107,3 @@ def test_from_dense_and_append(made, appended, backend):
     assert torch.equal(pages.v.view(torch.uint8), right.v.view(torch.uint8))
     # `from_dense` allocates pages without zeroing them, so codes of K after the last token are not specified.
     assert torch.equal(pages.k[:, :, :101], right.k[:, :, :101])
-
-
-@pytest.mark.parametrize(("made", "used"), PAIRS)
-def test_counts_of_overflows(made, used):
-    with MODES[made]():
-        counts = fp8attn.OverflowCounts(1, H, D)
-        counts.tensors[0].add_(1)
-    with MODES[used]():
-        counts.reset()
-    assert not counts.tensors[0].any()

@@ -105,12 +105,12 @@ def test_a_page_by_hand():
     """INT8. The first token, of 127, needs a scale of 1 and sets 1.25. The second fits; the third, of 254, needs 2 and sets 2.5."""
     x = torch.tensor([127.0, 150.0, 254.0, 10.0])[None, :, None]
     held = torch.ones(1, 4, dtype=torch.int8)
-    codes, scale, overflows = settle(x, torch.zeros(1, 4, 1), torch.zeros(1), held, INT8, False)
-    assert scale.tolist() == [2.5] and overflows.tolist() == [1]
+    codes, scale = settle(x, torch.zeros(1, 4, 1), torch.zeros(1), held, INT8, False)
+    assert scale.tolist() == [2.5]
     # 127 / 1.25 = 101.6 is rounded to 102, and 102 / 2 to 51; 150 is 120, and then 60; 254 / 2.5 = 101.6.
     assert codes.flatten().tolist() == [51, 60, 102, 4]
-    codes, scale, overflows = settle(x, torch.zeros(1, 4, 1), torch.ones(1), held, INT8, True)
-    assert scale.tolist() == [1.0] and overflows.tolist() == [2] and codes.flatten().tolist() == [127, 127, 127, 10]
+    codes, scale = settle(x, torch.zeros(1, 4, 1), torch.ones(1), held, INT8, True)
+    assert scale.tolist() == [1.0] and codes.flatten().tolist() == [127, 127, 127, 10]
 
 
 FINITE = [decode(code) for code in range(127)]
@@ -132,7 +132,7 @@ def nearest(y: np.float32, codec: Codec) -> np.float32:
 
 def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, codec: Codec) -> tuple[list, np.float32, int]:
     """`settle` as its docstring defines it, for one page: tokens `[n, D]`, and the codes and scale of the tokens before."""
-    headroom, growths = np.float32(1.25 if codec is INT8 else 32.0), 0
+    headroom = np.float32(1.25 if codec is INT8 else 32.0)
     for token in tokens:
         finite = np.abs(token[np.isfinite(token)])
         amax = finite.max() if len(finite) else np.float32(0)
@@ -143,12 +143,11 @@ def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, 
         if not codes or need > scale:
             grown = np.float32(min(np.float32(need) * headroom, np.float32(MAX_SCALE)))
             ratio = scale * (np.float32(1) / grown)
-            growths += bool(codes)
             codes = [[nearest(np.float32(c) * ratio, codec) for c in row] for row in codes]
             scale = grown
         inverse = np.float32(1) / scale
         codes.append([nearest(np.float32(x) * inverse, codec) for x in token])
-    return codes, scale, growths
+    return codes, scale
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Inf and NaN
@@ -170,15 +169,14 @@ def test_settle_is_one_token_after_another(codec, seed, before, count, powers, s
     old, scales, expected = torch.full((2, 14, 3), 77.0), torch.full((2,), torch.nan), []
     new, held = torch.zeros(2, 14, 3), torch.zeros(2, 14, dtype=torch.int8)
     for page, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        codes, scale, _ = one_token_after_another(first[page, :start].numpy(), [], np.float32(0), codec)
+        codes, scale = one_token_after_another(first[page, :start].numpy(), [], np.float32(0), codec)
         if codes:
             old[page, :start], scales[page] = torch.tensor(np.array(codes)), float(scale)
         new[page, start:end] = x[page, start:end]
         held[page, :start], held[page, start:end] = 2, 1
         expected.append(one_token_after_another(x[page, start:end].numpy(), codes, scale, codec))
-    got, got_scales, overflows = settle(new, old, scales.clone(), held, codec, False)
-    for page, ((codes, scale, growths), end) in enumerate(zip(expected, ends, strict=True)):
-        assert overflows[page] == growths
+    got, got_scales = settle(new, old, scales.clone(), held, codec, False)
+    for page, ((codes, scale), end) in enumerate(zip(expected, ends, strict=True)):
         if not end:
             continue
         assert torch.equal(got[page, :end].nan_to_num(500.0), torch.tensor(np.array(codes), dtype=torch.float32).nan_to_num(500.0))
@@ -193,7 +191,7 @@ def test_integers_are_finer_than_e4m3_by_the_expected_factor():
     held = torch.ones(1000, 128, dtype=torch.int8)
     error = {}
     for codec in (INT8, E4M3):
-        codes, scale, _ = settle(x, torch.zeros_like(x), torch.zeros(1000), held, codec, False)
+        codes, scale = settle(x, torch.zeros_like(x), torch.zeros(1000), held, codec, False)
         error[codec] = relative_error(codes * scale[:, None, None], x)
     assert 0.0255 < error[E4M3] < 0.0275
     assert 0.0089 < error[INT8] < 0.012

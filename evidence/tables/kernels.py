@@ -156,10 +156,10 @@ def video_noise() -> str:
 @block("append")
 def append() -> str:
     words = {"step": "a decode step's append", "prompt": "a prompt's append", "quantize": "dense tensors"}
-    named = {"e4m3": "E4M3 keys", "counted": "overflows counted"}
+    named = {"e4m3": "E4M3 keys"}
     found, lines = latest("append")[1], {}
     for case in dict.fromkeys(case for case, _ in found):
-        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS), "fp8attn-counted"):
+        for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
             if (case, impl) in found:
                 kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
                 details += [named.get(part, part) for part in impl.removeprefix("fp8attn").replace("-e4m3-keys", "-e4m3").split("-")[1:]]

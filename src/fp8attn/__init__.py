@@ -16,7 +16,6 @@ from .formats.rope import apply_rope
 from .integrations.warmup import warmup
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, from_dense
-from .overflow import OverflowCounts, OverflowReport
 from .pages import KVPages
 from .params import AttentionParams
 from .scales import KVScales, LayerScales
@@ -37,8 +36,6 @@ __all__ = [
     "KVScales",
     "LayerScales",
     "OutOfPagesError",
-    "OverflowCounts",
-    "OverflowReport",
     "PagedKVCache",
     "UsageError",
     "append",

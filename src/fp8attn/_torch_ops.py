@@ -6,7 +6,7 @@ call. The ops do not need these kernels: `ops` refuses gradients, no output is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import torch
@@ -70,14 +70,9 @@ def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Te
     return KVPages.trusted(pool, page_table, cache_seqlens, _format(*form))
 
 
-def _schema(kind: type[Append | AttentionParams], changed: Sequence[str] = ()) -> str:
-    """The options as arguments in a torch op's schema, in their order; the op writes to the tensors `changed`."""
-    aliases = dict(zip(changed, "wxyz", strict=False))
-    arguments: list[str] = []
-    for name, hint in get_type_hints(kind).items():
-        argument = _ARGUMENTS[hint]
-        arguments.append(f"{argument.replace('Tensor', f'Tensor({aliases[name]}!)') if name in aliases else argument} {name}")
-    return ", ".join(arguments)
+def _schema(kind: type[Append | AttentionParams]) -> str:
+    """The options as arguments in a torch op's schema, in their order."""
+    return ", ".join(f"{_ARGUMENTS[hint]} {name}" for name, hint in get_type_hints(kind).items())
 
 
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
@@ -90,7 +85,7 @@ def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
 
 
 register(
-    f"append(Tensor k, Tensor v, {_CHANGED_PAGES}, {_schema(Append, ['overflows'])}, str backend) -> ()",
+    f"append(Tensor k, Tensor v, {_CHANGED_PAGES}, {_schema(Append)}, str backend) -> ()",
     _append,
     lambda *args: None,
 )

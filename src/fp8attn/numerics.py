@@ -16,7 +16,7 @@ from .formats.codec import Codec, finite_amax
 
 def settle(
     x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, codec: Codec, static: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize new tokens at the ends of pages, and round the codes of older tokens again if a scale grows.
 
     Args:
@@ -27,9 +27,7 @@ def settle(
         codec: K's or V's.
         static: the scales do not grow; larger values saturate.
     Returns:
-        The codes `[N, P, D]` of all tokens as FP32 numbers; the pages' scales `[N]`; and their overflows `[N]` int64: how many values of
-        new tokens are larger than the largest code times the static scale (or NaN, if the codec has none), or how often a scale grew
-        after the first token of its page.
+        The codes `[N, P, D]` of all tokens as FP32 numbers, and the pages' scales `[N]`.
     """
     new = held == 1
     if not static:
@@ -38,11 +36,6 @@ def settle(
         scale = torch.where((held == 2).any(1) | ~new.any(1), scale, codec.with_headroom(first))
     inverse = 1.0 / scale
     codes = torch.where(new[..., None], codec.encode(x, inverse[:, None, None]), old)
-    overflows = torch.zeros_like(scale, dtype=torch.int64)
-    if static:
-        scaled = (x * inverse[:, None, None]).abs()
-        lost = scaled > codec.max
-        overflows += (new[..., None] & (lost if codec.has_nan else lost | scaled.isnan())).sum((1, 2))
     while not static:
         over = new & (need > scale[:, None])
         grows = over.any(1)
@@ -56,8 +49,7 @@ def settle(
         again = torch.where(before[..., None], shifted, rounded)
         codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
         scale = grown
-        overflows += grows
-    return codes, scale, overflows
+    return codes, scale
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:

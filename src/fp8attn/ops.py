@@ -36,7 +36,6 @@ def append(
     max_seqlen: int | None = None,
     static_scales: bool = False,
     advance: bool = True,
-    overflows: torch.Tensor | None = None,
     backend: BackendName = "auto",
 ) -> None:
     """Quantize new tokens and write them at the end of their sequences.
@@ -61,9 +60,6 @@ def append(
         advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them. False: they count the new
             tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
             new tokens: it is padding of the batch.
-        overflows: `[2, 3]` int64, counts of K and of V that this call adds to: tokens; values that a static scale cannot represent, which
-            saturate (or, of a NaN in INT8, become zero); how often a page's own scale grew after the page's first token. `OverflowCounts`
-            makes and reads them. None: nothing is counted.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         TypeError: `pages` is not a `KVPages`.
@@ -76,10 +72,8 @@ def append(
     name = check_append(pages, k, v, backend)
     if not type(static_scales) is type(advance) is bool:
         check_flags(static_scales=static_scales, advance=advance)
-    if overflows is not None:
-        check_tensor(overflows, "overflows", (2, 3), torch.int64, k.device)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    how = Append(cu_seqlens, max_seqlen, static_scales, advance, overflows)
+    how = Append(cu_seqlens, max_seqlen, static_scales, advance)
     if unobserved(k) and at_hand(k, name):
         check_appended(pages, k.shape[0], how)
     run_append(name, pages, k, v, how)

@@ -76,16 +76,14 @@ class Append(NamedTuple):
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them. False: they count the
             new tokens already, and do not change; a sequence that is shorter than its new tokens pads the batch, and gets none.
-        overflows: `[2, 3]` int64, counts that the append adds to (`ops.append`). None: nothing is counted.
     """
 
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
     static_scales: bool = False
     advance: bool = True
-    overflows: torch.Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether no option changes bytes or counts, so that `from_dense` writes the first tokens of a cache just so."""
+        """Whether no option changes bytes, so that `from_dense` writes the first tokens of a cache just so."""
         return self._replace(max_seqlen=0, advance=True) == Append(None, 0)

@@ -45,16 +45,11 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         taken = pages.with_pool(pages.pool[ids])
         # The tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN.
         taken.v.view(torch.uint8)[0 if offset == 0 else 1 :] = 0
-        for kind, (x, codec, codes, scale, pack, unpack) in enumerate(
-            (
-                (k[start:end], form.k, taken.k, taken.k_scale, pack_k, unpack_k),
-                (v[start:end], form.v, taken.v, taken.v_scale, pack_v, unpack_v),
-            )
+        for x, codec, codes, scale, pack, unpack in (
+            (k[start:end], form.k, taken.k, taken.k_scale, pack_k, unpack_k),
+            (v[start:end], form.v, taken.v, taken.v_scale, pack_v, unpack_v),
         ):
-            found = _append_tokens(x, codec, codes, scale, offset, pack, unpack, how.static_scales)
-            if how.overflows is not None:
-                how.overflows[kind, 0] += end - start
-                how.overflows[kind, 1 if how.static_scales else 2] += found
+            _append_tokens(x, codec, codes, scale, offset, pack, unpack, how.static_scales)
         if not (form.k.has_nan or how.static_scales):  # INT8 has no code for NaN: it makes its page's scale NaN
             broken = k.new_zeros(taken.num_pages * PAGE_SIZE, k.shape[1], dtype=torch.bool)
             broken[offset : offset + end - start] = k[start:end].isnan().any(-1)
@@ -106,9 +101,8 @@ def quantize_rows(
 def _append_tokens(
     x: torch.Tensor, codec: Codec, pages: torch.Tensor, scale: torch.Tensor, offset: int,
     pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`.
-    Returns the number of overflows (`numerics.settle`)."""
+) -> None:  # fmt: skip
+    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
     heads = x.shape[1]
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
@@ -116,7 +110,7 @@ def _append_tokens(
     new = x.new_zeros(len(held), *x.shape[1:])
     new[offset : offset + len(x)] = x
     old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
-    codes, settled, overflows = settle(
+    codes, settled = settle(
         new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
         held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), codec, static_scales,
     )  # fmt: skip
@@ -125,7 +119,6 @@ def _append_tokens(
     kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
     pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
-    return overflows.sum()
 
 
 def attention(

@@ -16,7 +16,6 @@ FORMS = {
     "growing": {}, "fixed": {"num_pages": 30}, "static": {"max_seqlen": 500}, "window": {"window": 130},
     "fixed window": {"window": 130, "num_pages": 30}, "means": {"k_mean": torch.ones(HEADS, DIM), "v_mean": torch.ones(HEADS, DIM)},
     "scales": {"scales": SCALES},
-    "counts": {"count_overflows": True},
 }  # fmt: skip
 
 

@@ -45,10 +45,10 @@ def attend(cache: PagedKVCache, seqs: int = 1) -> torch.Tensor:
 @each_backend
 @pytest.mark.parametrize("cut", [1, 5, 40])  # token by token, in steps, page by page
 def test_a_nan_leaves_static_scales_as_they_are(cut, backend):
-    """INT8 has no code for it, so it becomes zero, and is counted. The page's next tokens, and the next sequence that has it, are quantized
+    """INT8 has no code for it, so it becomes zero. The page's next tokens, and the next sequence that has it, are quantized
     with the static scale."""
     scales = LayerScales(torch.full((HEADS,), 0.03), torch.full((HEADS,), 2.0**-6), *torch.zeros(2, HEADS, DIM), "int8", False)
-    options = {"rotate_keys": False, "scales": scales, "backend": backend, "count_overflows": True, "num_pages": 2}
+    options = {"rotate_keys": False, "scales": scales, "backend": backend, "num_pages": 2}
     cache, clean = (PagedKVCache(HEADS, DIM, **options) for _ in range(2))
     k, v = tokens(140)
     with_nan = k.clone()
@@ -57,8 +57,6 @@ def test_a_nan_leaves_static_scales_as_they_are(cut, backend):
     for held, keys in ((cache, with_nan), (clean, k)):
         for at in range(0, 140, cut):
             held.append(0, keys[at : at + cut], v[at : at + cut])
-    lost, expected = (held.overflow_counts.tensors[0][0, 1].item() for held in (cache, clean))
-    assert lost == expected + 2 * HEADS
     assert torch.equal(cache.pages(0).pool, clean.pages(0).pool)
     assert (cache.pages(0).k_scale == cache.pages(0).k_scale[0, 0]).all() and cache.pages(0).k_scale.isfinite().all()
     cache.reset()

@@ -366,7 +366,7 @@ def test_copies_and_pages_are_the_same_bytes():
 
 def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatch):
     """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens without options."""
-    for changed in ({"static_scales": True}, {"overflows": torch.zeros(2, 3)}, {"cu_seqlens": torch.zeros(2)}):
+    for changed in ({"static_scales": True}, {"cu_seqlens": torch.zeros(2)}):
         assert not Append(None, 5)._replace(**changed).is_plain
     assert Append(None, 5, advance=False).is_plain
     k, v = torch.randn(2, 300, HEADS, DIM)

@@ -67,7 +67,6 @@ def test_options_of_sglang():
         ({"pp_size": 2}, "--pp-size is 2; it divides a sequence's pages, or the layers, over GPUs"),
     ):
         assert reason in unsupported_options(given(**options), Options()), options
-    assert "count_overflows is not published" in unsupported_options(given(), Options(count_overflows=True))
 
 
 def test_only_where_the_backend_is_named():

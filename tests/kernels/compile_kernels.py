@@ -59,16 +59,13 @@ def attention(head_dim: int, dtype, queries: int, key_dtype="int8", rotate=True,
     portable.portable_attention(q, pages, params)
 
 
-def append_tokens(
-    head_dim: int, dtype, tokens: int, ragged=False, key_dtype="int8", rotate=True, advance=True, static=False, overflows=False
-) -> None:
+def append_tokens(head_dim: int, dtype, tokens: int, ragged=False, key_dtype="int8", rotate=True, advance=True, static=False) -> None:
     """Appends `tokens` new tokens to each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     append.append(
         KVPages.empty(48, 8, head_dim, 2, 24, key_dtype=key_dtype, rotate_keys=rotate), k, k,
         Append(
-            torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens,
-            static, advance, torch.zeros(2, 3, dtype=torch.int64) if overflows else None,
+            torch.tensor([0, tokens, 2 * tokens], dtype=torch.int32) if ragged else None, tokens, static, advance,
         ),
     )  # fmt: skip
 
@@ -114,7 +111,7 @@ def cases() -> dict[str, tuple]:
         if head_dim == 512:  # dense calls do not take it, so no rows are quantized
             found |= {
                 f"D{head_dim} step": (append_tokens, head_dim, other, 16, {}),
-                f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {"overflows": True}),
+                f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {}),
                 f"D{head_dim} prompt static e4m3": (append_tokens, head_dim, other, 300, {"key_dtype": "e4m3", "static": True}),
                 f"D{head_dim} dense": (from_dense, head_dim, dtype, {}),
             }
@@ -143,10 +140,8 @@ def cases() -> dict[str, tuple]:
         "D128 step ragged": (append_tokens, 128, BF16, 5, {"ragged": True}),
         "D128 step counted": (append_tokens, 128, BF16, 1, {"ragged": True, "advance": False}),
         "D128 prompt counted": (append_tokens, 128, BF16, 300, {"ragged": True, "advance": False}),
-        "D128 step overflows": (append_tokens, 128, BF16, 1, {"overflows": True}),
-        "D128 prompt overflows": (append_tokens, 128, BF16, 300, {"overflows": True}),
-        "D128 step static overflows": (append_tokens, 128, BF16, 5, {"overflows": True, "static": True, "key_dtype": "e4m3"}),
-        "D128 prompt static overflows": (append_tokens, 128, BF16, 300, {"overflows": True, "static": True}),
+        "D128 step static": (append_tokens, 128, BF16, 5, {"static": True, "key_dtype": "e4m3"}),
+        "D128 prompt static": (append_tokens, 128, BF16, 300, {"static": True}),
     }
     return found
 

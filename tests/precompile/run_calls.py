@@ -41,10 +41,6 @@ CASES = {
     "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
     "an engine's": [replace(LLAMA, advance=False)],
-    "overflows": [
-        replace(LLAMA, overflows=True, advance=False),
-        replace(LLAMA, overflows=True, k_mean=True, v_mean=True, static_scales=True),
-    ],
     "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
     "softcap, window": [replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))],
     "sinks, window": [replace(Layer(64, 8, 64), attention=frozenset(has)) for has in (("sinks",), ("sinks", "window"))],
@@ -93,7 +89,6 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
         0, 1
     )  # of a fused projection
     counted = {"static_scales": layer.static_scales, "advance": layer.advance}
-    counted["overflows"] = meta(2, 3, dtype=torch.int64) if layer.overflows else None
     ops.append(pages, k, k, **counted)
     ops.attention(q, pages, **options)
     ops.attention(q, pages, out=torch.empty_like(q), **options)
@@ -104,7 +99,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     bounds = meta(batch + 1, dtype=torch.int32)
     ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
     ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
-    if not layer.static_scales and layer.advance and not layer.overflows and before == 0:
+    if not layer.static_scales and layer.advance and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.format.stored_k_mean, v_mean=pages.format.v_mean,

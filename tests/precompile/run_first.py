@@ -84,7 +84,6 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"without {tokens}", partial(model, 14, 2, 64, 1, tokens)
         yield f"exact {tokens}", partial(model, 32, 8, 128, 1, tokens, exact=True)
         yield f"e4m3 {tokens}", partial(model, 32, 8, 128, 1, tokens, key_dtype="e4m3")
-        yield f"overflows {tokens}", partial(model, 32, 8, 128, 1, tokens, count_overflows=True)
         yield f"calibrated {tokens}", partial(model, 32, 8, 128, 1, tokens, static_scales=True)
         yield f"static {tokens}", partial(model, 32, 8, 128, 2, tokens, max_cache_len=16384)
         for dim in (64, 80, 96, 128, 256):

@@ -182,13 +182,8 @@ def check_append(append, case: dict, device="cpu") -> None:
     cu = None if len(set(new)) == 1 else cumulative(new, device)
     how = Append(cu, max(new), case["static"])
     actual = clone(expected)
-    expected_overflows, overflows = (torch.zeros(2, 3, dtype=torch.int64, device=device) for _ in range(2))
-    uncounted = clone(expected)
-    reference.append(expected, k, v, how._replace(overflows=expected_overflows))
-    append(actual, k, v, how._replace(overflows=overflows))
-    assert overflows.tolist() == expected_overflows.tolist()
-    append(uncounted, k, v, how)
-    assert torch.equal(uncounted.pool, actual.pool), "counting changes bytes"
+    reference.append(expected, k, v, how)
+    append(actual, k, v, how)
     assert actual.cache_seqlens.tolist() == expected.cache_seqlens.tolist() == totals
     for seq, total in enumerate(totals):
         ids = actual.page_table[seq, : -(-total // PAGE_SIZE)].long()
@@ -219,7 +214,7 @@ COUNTED = {  # tokens held before, and new tokens
 def check_counted(
     backend: str, lengths: list[int], new: list[int], head_dim: int, key_dtype: torch.dtype, static: bool, device="cpu"
 ) -> None:
-    """`append(advance=False)` writes the bytes and counts of an append that advances the lengths, and leaves the lengths.
+    """`append(advance=False)` writes the bytes of an append that advances the lengths, and leaves the lengths.
 
     Two more sequences pad the batch, as engines pad it: their length is 0, `cu_seqlens` is flat at its end, and their rows of the page
     table name pages that do not exist. Without `cu_seqlens`, they have as many new tokens as the others.
@@ -236,10 +231,9 @@ def check_counted(
     counted = clone(pages)
     counted.cache_seqlens.copy_(torch.tensor([*totals, 0, 0]))
     k, v = (random_tokens(sum(new), 3, head_dim, torch.bfloat16, device, 6) for _ in "kv")
-    counts = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
     options = {"static_scales": static, "backend": backend}
-    fp8attn.append(real, k, v, cu_seqlens=cumulative(new, device), max_seqlen=max(new), overflows=counts[0], **options)
-    options |= {"advance": False, "overflows": counts[1]}
+    fp8attn.append(real, k, v, cu_seqlens=cumulative(new, device), max_seqlen=max(new), **options)
+    options["advance"] = False
     if uniform:
         k, v = (torch.cat([x, x[: 2 * new[0]]]) for x in (k, v))
         fp8attn.append(counted, k, v, **options)
@@ -248,7 +242,6 @@ def check_counted(
         fp8attn.append(counted, k, v, cu_seqlens=cumulative([*new, 0, 0], device), max_seqlen=max(new), **options)
     assert real.cache_seqlens.tolist() == totals and counted.cache_seqlens.tolist() == [*totals, 0, 0]
     assert torch.equal(counted.pool, pages.pool)
-    assert counts[0].tolist() == counts[1].tolist() and counts[0, :, 0].tolist() == [sum(new)] * 2
 
 
 QUANTIZE_FACTORS = {

@@ -110,15 +110,14 @@ def test_sleep(tmp_path):
         assert awake["logprobs"] == found["logprobs"] and awake["answers"] == found["answers"]
 
 
-def test_the_server_answers(tmp_path):
-    """Processes are spawned, which get the backend by its name. The metrics have the counts of overflows, from another process."""
+def test_the_server_answers():
+    """Processes are spawned, which get the backend by its name."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    variables = {ON_CPU: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    variables = {ON_CPU: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     options = ["--kv-cache-dtype", "fp8", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--host", "127.0.0.1"]
-    options += ["--port", url.rpartition(":")[2], "--additional-config", json.dumps({"fp8attn": {"count_overflows": True}})]
-    options += ["--attention-backend", NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"]
+    options += ["--port", url.rpartition(":")[2], "--attention-backend", NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, *options]
     server = subprocess.Popen(command, env=os.environ | ENVIRONMENT | variables)
     try:
@@ -126,11 +125,6 @@ def test_the_server_answers(tmp_path):
         body = {"model": MODEL, "prompt": "def parse_header(", "max_tokens": 16, "temperature": 0}
         answers = [_post(f"{url}/v1/completions", body)["choices"][0]["text"] for _ in range(2)]
         assert answers[0] == answers[1] and answers[0].startswith("self")
-        until = time.time() + 120
-        while 'fp8attn:pages_total{kind="k",layer="3"}' not in (found := _get(f"{url}/metrics")):  # published every 10 seconds
-            assert time.time() < until, found
-            _post(f"{url}/v1/completions", body)
-        assert 'fp8attn:rescaled_pages_total{kind="v",layer="0"}' in found and "vllm:prompt_tokens_total" in found
     finally:
         server.terminate()
         server.wait(60)
@@ -146,11 +140,6 @@ def _wait(server, url):
         except OSError:
             time.sleep(1)
     raise AssertionError("the server did not start within 600 s")
-
-
-def _get(url):
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return answer.read().decode()
 
 
 def _post(url, body):

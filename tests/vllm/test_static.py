@@ -1,37 +1,29 @@
-"""What a layer writes once and keeps: means, static scales, marks, counts. It outlives new weights and sleep."""
+"""What a layer writes once and keeps: means, static scales, marks. It outlives new weights and sleep."""
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
-from types import SimpleNamespace
-
-from vllm.v1.attention.backend import AttentionMetadataBuilder
-
 from fp8attn import UsageError
 from fp8attn.formats.page_layout import engine_marks_of
-from fp8attn.integrations.engine import metrics as metrics_module
-from fp8attn.integrations.vllm.impl import overflows
-from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from tests.integrations.engine.models import qwen2
 from tests.vllm.layers import GROUP, HEADS, LAYER, D, Step, connected, layer_impl, means_of, prompt
 
-ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales", "fp8attn_overflows"]
+ADDED = ["fp8attn_k_mean", "fp8attn_v_mean", "fp8attn_page_scales"]
 
 
 def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, file_of_scales):
-    """vLLM prepares layers again after it has reloaded weights. CUDA graphs go on with the tensors, and metrics with the counts."""
-    given = {"fp8attn": {"scales": file_of_scales, "static_scales": True, "count_overflows": True}}
+    """vLLM prepares layers again after it has reloaded weights. CUDA graphs go on with the tensors."""
+    given = {"fp8attn": {"scales": file_of_scales, "static_scales": True}}
     made, layer = layer_impl(monkeypatch, given)
     cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     expected = prompt(builder, made, layer, cache)
-    before, counts = dict(layer.named_buffers()), made.engine_layer.overflows
+    before = dict(layer.named_buffers())
     assert list(before) == ADDED and not layer.state_dict()
-    for name in ADDED[:3]:
+    for name in ADDED:
         before[name].zero_()  # as if the memory had been discarded
     made.process_weights_after_loading(torch.bfloat16)
-    assert made.engine_layer.overflows is counts and counts.tensors[0] is before[ADDED[3]] and counts.tensors[0][0, 0] == 200
     assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {name: x.data_ptr() for name, x in before.items()}
     assert made.engine_layer.format.stored_k_mean is before[ADDED[0]] and made.engine_layer.format.v_mean is before[ADDED[1]]
     assert torch.equal(prompt(builder, made, layer, cache), expected)
@@ -39,17 +31,16 @@ def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, f
 
 def test_what_is_static_outlives_sleep(builder, monkeypatch, file_of_scales):
     """At level 2 vLLM discards weights, and saves and restores `named_buffers`."""
-    made, layer = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales, "count_overflows": True}}, sleep=True)
+    made, layer = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, sleep=True)
     cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     expected = prompt(builder, made, layer, cache)
     saved = {name: x.clone() for name, x in layer.named_buffers()}
-    assert list(saved) == [ADDED[0], ADDED[1], ADDED[3]]
-    for x in (*means_of(made), made.engine_layer.overflows.tensors[0], cache):
+    assert list(saved) == ADDED[:2]
+    for x in (*means_of(made), cache):
         x.fill_(0x7F)
     for name, x in layer.named_buffers():
         x.data.copy_(saved[name])
     assert torch.equal(prompt(builder, made, layer, cache), expected)
-    assert overflows(layer).rows[0].tokens == 400
 
 
 def test_a_layer_that_shares_pages_has_the_means_of_its_target(monkeypatch, file_of_scales):
@@ -126,53 +117,3 @@ def test_without_a_connector_pages_have_no_mark(builder, monkeypatch):
         made, layer = layer_impl(monkeypatch, connector=connector)
         prompt(builder, made, layer, torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8))
         assert made.engine_layer.mark is None and not engine_marks_of(made.engine_layer.pool).any()
-
-
-def test_counts_need_the_option(monkeypatch):
-    with pytest.raises(UsageError, match=r"nothing was counted: pass .*count_overflows"):
-        overflows(layer_impl(monkeypatch)[1])
-
-
-def test_counts_are_metrics(builder, monkeypatch):
-    """A step publishes what is new since the last time, every 10 seconds."""
-    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}})
-    clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: clock.now)
-    builder.metrics = metrics_module.OverflowMetrics([made.engine_layer.overflows])
-    cache = torch.zeros(3, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
-    for length, now in ((60, 103.0), (64, 111.0), (70, 112.0), (90, 122.0), (91, 123.0)):
-        clock.now = now
-        step = Step([length], [length], [[1, 2]])
-        x = torch.linspace(1, 9, length)[:, None, None].repeat(1, HEADS, D)  # every page's scale grows
-        made.forward(layer, x.repeat(1, GROUP, 1), x, x, cache, builder.build(0, step), torch.empty(length, GROUP * HEADS, D))
-    found = {
-        (sample.name, sample.labels["kind"]): sample.value
-        for counter in metrics_module._counters()
-        for metric in counter.collect()
-        for sample in metric.samples
-        if sample.name.endswith("_total")
-    }
-    report = overflows(layer)
-    tokens = 60 + 64 + 70  # at the copy before the step of 90, which the last step has published
-    assert found["fp8attn:pages_total", "k"] == found["fp8attn:pages_total", "v"] == tokens * HEADS / 128
-    assert 0 < found["fp8attn:rescaled_pages_total", "k"] < report.rows[0].rescaled
-
-    made.engine_layer.overflows.reset()  # as if vLLM's sleep mode had discarded them; Prometheus takes no negative numbers
-    for now in (200.0, 201.0):
-        clock.now = now
-        builder.build(0, step)
-    assert not builder.metrics._published.any()
-
-
-def test_one_builder_publishes_the_counts_of_all_layers(monkeypatch):
-    """vLLM may record drafts in CUDA graphs, and not ask the builder of the draft's layers any more."""
-    monkeypatch.setattr(AttentionMetadataBuilder, "__init__", lambda self, *given: None)
-    monkeypatch.setattr(AttentionMetadataBuilder, "_init_reorder_batch_threshold", lambda self, *given, **more: None)
-    names = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
-    made = [layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, name=name) for name in names]
-    layers = {"model.layers.0.mlp": SimpleNamespace()} | {name: layer for name, (_, layer) in zip(names, made, strict=True)}
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers), model_config=SimpleNamespace(is_hybrid=False)
-    )
-    target, draft = (FP8AttentionMetadataBuilder(None, own, config, torch.device("cpu")) for own in (names[:2], names[2:]))
-    assert target.metrics._counts == [impl.engine_layer.overflows for impl, _ in made] and draft.metrics is None

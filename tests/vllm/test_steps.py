@@ -11,7 +11,6 @@ import fp8attn
 from fp8attn import KVScales, LayerScales, UsageError, reference
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.transformers.biases import layer_biases
-from fp8attn.integrations.vllm.impl import overflows
 from fp8attn.integrations.vllm.metadata import FP8AttentionMetadataBuilder
 from fp8attn.params import AttentionParams
 from tests.integrations.engine.models import qwen2
@@ -112,7 +111,7 @@ def test_drafting_in_cuda_graphs(builder):
 def test_a_layers_steps(builder, monkeypatch, options):
     """A prompt in two chunks beside a decode, in scattered poisoned blocks: the bytes of one append, and the reference's output."""
     torch.manual_seed(0)
-    made, layer = layer_impl(monkeypatch, {"fp8attn": {"count_overflows": True}}, **options)
+    made, layer = layer_impl(monkeypatch, **options)
     cache = torch.full((9, HEADS, 128, 2 * D + 1), 0x7F, dtype=torch.uint8)
     tables = [[7, 2, 5, 0], [3, 8, 1, 0]]
     k, v = (torch.randn(2, 400, HEADS, D).bfloat16() + 1 for _ in range(2))
@@ -139,10 +138,6 @@ def test_a_layers_steps(builder, monkeypatch, options):
         # page's scale can be smaller than in the end (`numerics.settle`): values of up to 5 then differ by 5 / 127 at most.
         torch.testing.assert_close(outputs[i][-1], expected[-len(outputs[i][-1]) :], rtol=2**-7, atol=2**-12)
         torch.testing.assert_close(torch.cat(outputs[i]), expected, rtol=0, atol=5 / 127)
-
-    report = overflows(layer)
-    assert [(row.layer, row.kind, row.tokens, row.saturated) for row in report.rows] == [(3, "k", 543, 0), (3, "v", 543, 0)]
-    assert report.rows[0].rescaled > 0  # an INT8 page's scale is set by its first token, with little headroom
 
 
 @pytest.mark.parametrize("draft_index", [1, 2])

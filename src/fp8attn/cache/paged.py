@@ -46,12 +46,10 @@ class PagedKVCache(Sequences):
             layer.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`. `key_dtype` and `rotate_keys` must
             be the calibrated ones. Or a list with one for each layer.
-        count_overflows: count, on the device, values that saturate and scales of pages that grow, for `overflows`.
         device: the device of the pages.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Attributes:
         layers: each layer's pool, static means and scales.
-        overflow_counts: the counts of `overflows`; None without `count_overflows`.
         table: the pages of each sequence, for all layers.
     Raises:
         ValueError: no kernel takes the shape, or the options contradict each other.
@@ -83,9 +81,8 @@ class PagedKVCache(Sequences):
                 compiled code or of a CUDA graph, a GPU finds it, and the error is raised later, when the host waits for the GPU.
         """
         static_scales = self._layer(layer).scales is not None
-        overflows = None if self.overflow_counts is None else self.overflow_counts.tensors[layer]
         if torch.compiler.is_compiling():
-            self._trace_append(layer, k, v, lengths, static_scales=static_scales, overflows=overflows, backend=self.backend)
+            self._trace_append(layer, k, v, lengths, static_scales=static_scales, backend=self.backend)
             return
         name = ops.check_append(self, k, v, self.backend)
         step = self._join(layer, k.shape[0], lengths)
@@ -93,7 +90,7 @@ class PagedKVCache(Sequences):
             if not step.pages:
                 self.ahead.begin(self, name, k.dtype, step)
             # In a step that begins the pages, the lengths count its tokens already.
-            how = Append(step.cu_seqlens, step.longest, static_scales, advance=not step.begins, overflows=overflows)
+            how = Append(step.cu_seqlens, step.longest, static_scales, advance=not step.begins)
             if step.begins and how.is_plain:
                 self._begin(name, layer, k, v, step.longest)
                 pages = self._layer_pages(layer)
@@ -261,8 +258,8 @@ class PagedKVCache(Sequences):
 
     @property
     def _begins_dense(self) -> bool:
-        """Whether `ops.run_from_dense` may make the first pages: it has neither static scales nor counts."""
-        return self.overflow_counts is None and all(layer.scales is None for layer in self.layers)
+        """Whether `ops.run_from_dense` may make the first pages: no layer has static scales."""
+        return all(layer.scales is None for layer in self.layers)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
         """The number of new tokens of each sequence."""

@@ -12,7 +12,6 @@ from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ..formats.page_layout import HEAD_DIMS
-from ..overflow import OverflowCounts, OverflowReport
 from ..pages import KVPages
 from ..params import BackendName, check_backend
 from ..precompile.calls import Layer as KernelLayer
@@ -46,7 +45,6 @@ class Sequences:
         k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         v_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         scales: LayerScales | Sequence[LayerScales] | None = None,
-        count_overflows: bool = False,
         device: torch.device | str | None = None,
         backend: BackendName = "auto",
     ) -> None:
@@ -86,7 +84,6 @@ class Sequences:
             _each(name, value, num_layers)
             for name, value in (("rotate_keys", rotate_keys), ("k_mean", k_mean), ("v_mean", v_mean), ("scales", scales))
         ]
-        check_flags(count_overflows=count_overflows)
         for rotated in options[0]:
             check_flags(rotate_keys=rotated)
         self.layers = [
@@ -96,7 +93,6 @@ class Sequences:
         if num_pages is not None:  # before the page table, whose lists on the host are as long
             for layer in self.layers:
                 layer.fit(num_pages)
-        self.overflow_counts = OverflowCounts(num_layers, num_kv_heads, head_dim, self.device) if count_overflows else None
         self.table = PageTable(num_layers, num_seqs, num_pages, self.device, window)
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
@@ -162,21 +158,9 @@ class Sequences:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors on the device, except counts: pages (also free ones), means, page table and lengths."""
+        """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
         held = [x for layer in self.layers for x in (layer.pool, layer.format.stored_k_mean, layer.format.v_mean) if x is not None]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
-
-    def overflows(self) -> OverflowReport:
-        """How many values saturated, and how often pages were rescaled, in all appends so far. It waits for the GPU once.
-
-        If calibrated scales no longer fit, the first report that shows it logs a warning (`OverflowCounts`).
-
-        Raises:
-            ValueError: the cache was made without `count_overflows=True`.
-        """
-        if self.overflow_counts is None:
-            raise ValueError("this cache counts no overflows: make it with count_overflows=True")
-        return self.overflow_counts.read()
 
     def __repr__(self) -> str:
         lengths = "" if self.max_seqlen is not None else f"lengths=({', '.join(map(str, self.table.lengths))}), "
@@ -333,7 +317,7 @@ class Sequences:
             KernelLayer(
                 self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend, key_dtype=self.key_dtype,
                 rotate_keys=layer.format.rotate, k_mean=layer.format.stored_k_mean is not None, v_mean=layer.format.v_mean is not None,
-                static_scales=layer.scales is not None, overflows=self.overflow_counts is not None,
+                static_scales=layer.scales is not None,
             )
             for layer in self.layers
         }  # fmt: skip
@@ -395,8 +379,6 @@ class Sequences:
         for layer in range(len(self.layers)):
             for x in self._layer_pages(layer).tensors:
                 torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
-        for x in () if self.overflow_counts is None else self.overflow_counts.tensors:
-            torch._dynamo.mark_static_address(x)
 
     def check_complete(self, what: str) -> None:
         """Raise ValueError if some layers have not appended the tokens of the step. The message names the call `what`."""

@@ -29,7 +29,6 @@ def warmup(
     means: bool = False,
     static_scales: bool = False,
     advance: bool = True,
-    overflows: bool = False,
     attention: Collection[AttentionOption] = (),
     target: str | None = None,
     threads: int | None = None,
@@ -65,7 +64,6 @@ def warmup(
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
             of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
-        overflows: compile the appends that count overflows (`count_overflows=True` of a cache), and not the others.
         attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a model whose
             sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact),
             `"batch_invariant"` (instead of attention that is not).
@@ -108,7 +106,7 @@ def warmup(
     for shape in shapes:
         layer = Layer(
             *shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
-            advance=advance, overflows=overflows,
+            advance=advance,
         )  # fmt: skip
         has = frozenset([*attention, *(("window",) if shape in windowed else ())])
         layers += [

@@ -171,13 +171,6 @@ def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.c
 
 
 @triton.jit
-def overflows(x, CODEC: tl.constexpr):
-    """Which values, multiplied by the inverse of their scale, have no code: they are larger than any, or NaN."""
-    over = tl.abs(x) > CODEC.max
-    return over if CODEC.has_nan else over | (x != x)
-
-
-@triton.jit
 def needed_scale(amax, CODEC: tl.constexpr):
     """`Codec.needed_scale`."""
     if CODEC.is_integer:

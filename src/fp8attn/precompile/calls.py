@@ -45,7 +45,6 @@ class Layer:
         k_mean, v_mean: whether there are static means.
         static_scales: whether scales are calibrated.
         advance: whether appends advance the lengths, as `fp8attn.append` takes it.
-        overflows: whether appends count overflows.
         attention: what its attention has (`params.options_of`).
     """
 
@@ -60,7 +59,6 @@ class Layer:
     v_mean: bool = False
     static_scales: bool = False
     advance: bool = True
-    overflows: bool = False
     attention: frozenset[AttentionOption] = frozenset()
 
     def __post_init__(self) -> None:
@@ -80,7 +78,7 @@ class Layer:
     @property
     def begins_dense(self) -> bool:
         """Whether a growing cache quantizes its first tokens by `fp8attn.from_dense` (`PagedKVCache`)."""
-        return self.advance and not (self.static_scales or self.overflows)
+        return self.advance and not self.static_scales
 
 
 def launches(layer: Layer) -> dict[tuple, Launch]:
@@ -185,7 +183,7 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x,
         Append(
             cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens, static_scales=layer.static_scales,
-            advance=layer.advance, overflows=_empty(2, 3, dtype=torch.int64) if layer.overflows else None,
+            advance=layer.advance,
         ),
     )  # fmt: skip
 

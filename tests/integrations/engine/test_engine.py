@@ -46,7 +46,7 @@ def test_answers_are_those_of_each_request_alone(options, scales):
     torch.manual_seed(0)
     given = options | ({"scales": scales} if "scales" in options else {})
     model = Model.random(LAYERS)
-    engine = Engine(model, Options(**given, exact=True, count_overflows=True), num_blocks=8, budget=150)
+    engine = Engine(model, Options(**given, exact=True), num_blocks=8, budget=150)
     lengths = (200, 3, 128, 300, 127, 1, 260)
     requests = [engine.add(torch.randn(length, WIDTH), wanted=6) for length in lengths]
     prompts = [request.tokens for request in requests]
@@ -60,9 +60,7 @@ def test_answers_are_those_of_each_request_alone(options, scales):
         expected = alone(model, prompt, 6, options.get("key_dtype", "int8"), **own)
         # A page's own scale grows at other tokens in chunks. With static scales only the order of sums differs.
         torch.testing.assert_close(request.tokens, expected, rtol=0, atol=1e-4 if "static_scales" in options else 0.02)
-    tokens = sum(lengths) + len(lengths) * 5
     for layer in engine.layers:
-        assert layer.overflows.read().rows[0].tokens == tokens
         assert (engine_marks_of(layer.pool) == layer.mark).all()  # appends leave them
 
 

@@ -76,7 +76,7 @@ class Engine:
         self.layers = [
             EngineLayer(
                 HEADS, KV_HEADS, D, options=options, static=static_state(options, served, index, whole, D), device="cpu",
-                mark=mark_of(options, served), number=index, name=f"layer {index}",
+                mark=mark_of(options, served), name=f"layer {index}",
             )
             for index in range(len(model.layers))
         ]  # fmt: skip

@@ -18,7 +18,6 @@ blocks, and the sequences of each step:
 | `layer.py` | a layer: its pages in the engine's memory, then append and attention |
 | `marks.py` | blocks of other engines: the mark that tells formats apart |
 | `warm.py` | kernels, compiled before the first request |
-| `metrics.py` | counts of overflows as Prometheus's counters |
 
 `integrations/vllm/` and `integrations/sglang/` are plugins of engines on top of this, and `tests/integrations/engine/toy.py` a whole small
 engine. Nothing here imports an engine. Messages go to the logger of this package: an engine that shows only its own gives it its handlers.

@@ -7,7 +7,6 @@ import torch
 from ... import ops
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import engine_marks_of, scales_of
-from ...overflow import OverflowCounts
 from ...pages import KVPages
 from .marks import check_marks
 from .options import Options
@@ -31,7 +30,6 @@ class EngineLayer:
         writes: whether the layer writes its pages. Otherwise another layer does, with the same static state.
         batch_invariant: as `fp8attn.attention` takes it.
         mark: of its pages (`marks.mark_of`), if other engines may bring some.
-        number: the layer's index, for counts.
         name: of the layer, for errors.
     """
 
@@ -51,7 +49,6 @@ class EngineLayer:
         writes: bool = True,
         batch_invariant: bool = False,
         mark: int | None = None,
-        number: int = 0,
         name: str = "",
     ) -> None:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
@@ -59,15 +56,12 @@ class EngineLayer:
         self.softmax_scale, self.window, self.softcap, self.sinks = softmax_scale, window, softcap, sinks
         self.batch_invariant = batch_invariant
         stored_k_mean, v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
-        self.overflows: OverflowCounts | None = None
-        if options.count_overflows and writes:
-            self.overflows = OverflowCounts([number], num_kv_heads, head_dim, torch.device(device))
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
         self.format = KVFormat.of(head_dim, options.key_dtype, True).with_means(stored_k_mean, v_mean)
         self.write_static()
 
     def write_static(self) -> None:
-        """Write what is static, again after an engine has discarded it. Counts stay."""
+        """Write what is static, again after an engine has discarded it."""
         for tensor, value in zip((self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
@@ -75,10 +69,7 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
-        counts = None if self.overflows is None else self.overflows.tensors[0]
-        found = {
-            "k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales, "overflows": counts
-        }  # fmt: skip
+        found = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
         return {f"fp8attn_{name}": tensor for name, tensor in found.items() if tensor is not None}
 
     @property
@@ -142,7 +133,7 @@ class EngineLayer:
             if self.writes:
                 ops.append(
                     pages, k[tokens], v[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
-                    static_scales=self.has_static_scales, overflows=None if self.overflows is None else self.overflows.tensors[0],
+                    static_scales=self.has_static_scales,
                 )  # fmt: skip
             bounds, queries = part.cu_seqlens, q[tokens]
             if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):

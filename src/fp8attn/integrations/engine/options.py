@@ -19,14 +19,12 @@ class Options:
         key_dtype: the format of keys, as `PagedKVCache` takes it.
         exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`), so that a hit of the prefix cache computes the
             rest of a prompt as a whole prompt is computed.
-        count_overflows: count how often the scales of pages grow, for `EngineLayer.overflows` and `metrics`.
     """
 
     scales: str | None = None
     static_scales: bool = False
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     exact: bool = False
-    count_overflows: bool = False
 
     @classmethod
     def of(cls, given: Any, place: str) -> Options:

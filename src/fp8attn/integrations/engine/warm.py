@@ -35,7 +35,7 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
     for layer in layers:
         _compile(
             layer.num_q_heads, layer.num_kv_heads, layer.head_dim, dtype, device, layer.options.key_dtype,
-            means, layer.has_static_scales, layer.options.count_overflows, _of_attention(layer),
+            means, layer.has_static_scales, _of_attention(layer),
         )  # fmt: skip
 
 
@@ -48,14 +48,14 @@ def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
 @cache
 def _compile(
     num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
-    static_scales: bool, overflows: bool, attention: frozenset[AttentionOption],
+    static_scales: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
     import triton  # an engine for CPUs may lack it
 
     begun = time.perf_counter()
     given = dict(
         num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, key_dtype=key_dtype, means=means,
-        static_scales=static_scales, overflows=overflows, attention=sorted(attention), advance=False,
+        static_scales=static_scales, attention=sorted(attention), advance=False,
     )  # fmt: skip
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineL
             layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, options=options,
             static=static_state(options, served, layer.layer_id, heads, layer.head_dim), device=pool.device, softmax_scale=layer.scaling,
             window=window + 1 if window > -1 else None,  # SGLang's does not count the token itself
-            softcap=layer.logit_cap or None, number=layer.layer_id, name=name,
+            softcap=layer.logit_cap or None, name=name,
         )  # fmt: skip
         found[layer].bind(pool.pages[layer.layer_id - pool.start_layer])
     return found

@@ -70,8 +70,6 @@ def unsupported_options(given: Any, own: Options) -> str | None:
     for name, supported, reason in _OPTIONS:
         if (value := getattr(given, name)) not in supported:
             return f"--{name.replace('_', '-')} is {value!r}; {reason}"
-    if own.count_overflows:
-        return "count_overflows is not published in SGLang: leave it out"
     return None
 
 

@@ -51,7 +51,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
 def make_layers(
     model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
-    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, count_overflows: bool, backend: BackendName,
+    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, backend: BackendName,
 ) -> tuple[list[Any], list[FP8Layers], list[LayerSpec]]:  # fmt: skip
     """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape, window and device; and what the
     config says of the layers. It checks all options.
@@ -96,7 +96,7 @@ def make_layers(
             )
         key = (spec.num_kv_heads, spec.head_dim, spec.window), device
         if key not in groups:
-            groups[key] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, count_overflows, backend, *key)
+            groups[key] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, backend, *key)
         group = groups[key]
         own = None if scales is None or spec.is_windowed else scales.layer(index)
         if spec.is_windowed:

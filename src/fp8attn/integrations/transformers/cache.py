@@ -21,7 +21,6 @@ from transformers.cache_utils import (
 from ...cache import PagedKVCache
 from ...checks import check_size, is_whole
 from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from ...overflow import OverflowReport
 from ...pages import KVPages
 from ...params import BackendName
 from ...scales import KVScales, ranges
@@ -77,7 +76,6 @@ class FP8Cache(Cache):
         exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
         batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The model's other
             layers are not the cache's: their matrix products depend on the batch, unless they are replaced.
-        count_overflows: count values that saturate and scales of pages that grow, for `overflows`.
         backend: as `PagedKVCache` takes it.
     Raises:
         TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
@@ -96,13 +94,12 @@ class FP8Cache(Cache):
         rotate_keys: bool = True,
         exact: bool = False,
         batch_invariant: bool = False,
-        count_overflows: bool = False,
         backend: BackendName = "auto",
     ) -> None:
         model = transformers_model(model)
         weights = Weights(model, max_cache_len, scales, batch_invariant)
         skipped = weights.keeps if skip_layers is None else skip_layers
-        self._build(model, max_cache_len, scales, skipped, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend)
+        self._build(model, max_cache_len, scales, skipped, key_dtype, rotate_keys, exact, batch_invariant, backend)
         if free := [group for group in self.groups if scales is None or group.window is not None]:
             weights.set_static(free)
         if skip_layers is None:
@@ -113,12 +110,12 @@ class FP8Cache(Cache):
     def _build(
         self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
         skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool,
-        batch_invariant: bool, count_overflows: bool, backend: BackendName,
+        batch_invariant: bool, backend: BackendName,
     ) -> None:  # fmt: skip
         """Make the layers, without means from the model's weights, and set the model's attention implementation."""
         check_layers(model)
         layers, groups, specs = make_layers(
-            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, count_overflows, backend
+            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, backend
         )  # fmt: skip
         super().__init__(layers=layers)
         self.groups = groups
@@ -170,7 +167,7 @@ class FP8Cache(Cache):
 
         def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
             cache = cls.__new__(cls)  # means and the choice of layers are in the file, so the model's weights are not read
-            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, False, backend)
+            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, backend)
             return cache
 
         return files.load(build, path, of, tokens, max_cache_len, device, backend)
@@ -194,19 +191,6 @@ class FP8Cache(Cache):
         if layer not in self.fp8_layers or (paged := self.layers[layer].shared.paged) is None:
             raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward")
         return paged.pages(self.layers[layer].slot)
-
-    def overflows(self) -> OverflowReport:
-        """How many values saturated, and how often pages were rescaled, by the numbers of the model's layers. It waits for the GPU once.
-
-        If calibrated scales no longer fit, the first report that shows it logs a warning (`OverflowCounts`).
-
-        Raises:
-            ValueError: the cache was made without `count_overflows=True`, or has no tokens yet.
-        """
-        counted = [group.paged.overflows() for group in self.groups if group.paged is not None]
-        if not counted:
-            raise ValueError("no token has been appended: the counts are known after the first forward")
-        return OverflowReport(tuple(sorted((row for report in counted for row in report.rows), key=lambda row: row.layer)))
 
     @property
     def nbytes(self) -> int:

@@ -44,11 +44,11 @@ class FP8Layers:
 
     def __init__(
         self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, batch_invariant: bool,
-        count_overflows: bool, backend: BackendName, shape: tuple[int, int, int | None], device: torch.device,
+        backend: BackendName, shape: tuple[int, int, int | None], device: torch.device,
     ) -> None:  # fmt: skip
         self.shape, self.device, self.window = shape, device, shape[-1]
         self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
-        self.exact, self.batch_invariant, self.count_overflows = exact, batch_invariant, count_overflows
+        self.exact, self.batch_invariant = exact, batch_invariant
         self.layers: list[FP8Layer] = []
         self.paged: PagedKVCache | None = None
         self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
@@ -95,13 +95,10 @@ class FP8Layers:
             k_mean=means[::2],
             v_mean=means[1::2],
             scales=scales or None,
-            count_overflows=self.count_overflows,
             device=key_states.device,
             backend=self.backend,
         )
         self.paged.table.recording = self.recording
-        if self.paged.overflow_counts is not None:
-            self.paged.overflow_counts.layers = [layer.index for layer in self.layers]
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             self.paged.ahead.attention |= self._attention(batch)
         return self.paged

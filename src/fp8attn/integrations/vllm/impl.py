@@ -11,7 +11,6 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UsageError
-from ...overflow import OverflowReport
 from ..engine.layer import EngineLayer
 from ..engine.marks import mark_of
 from ..engine.static import ServedModel, static_state
@@ -96,7 +95,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             self.num_heads, self.num_kv_heads, self.head_size, options=self.options, device=layer._k_scale.device,
             static=static_state(options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size),
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks, writes=self._target is None,
-            batch_invariant=is_batch_invariant(), mark=mark, number=layer_number(layer.layer_name) or 0, name=layer.layer_name,
+            batch_invariant=is_batch_invariant(), mark=mark, name=layer.layer_name,
         )  # fmt: skip
 
     def forward(
@@ -151,22 +150,3 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
                 )
             if shared and other.impl.head_size != self.head_size:  # a page of one has K and V where a page of the other has its header
                 raise UsageError(f"{layer.layer_name} shares its blocks with {other.layer_name}, which has another head_dim: {remedy}")
-
-
-def overflows(model: torch.nn.Module) -> OverflowReport:
-    """How often the scales of this process's pages grew, since the start. Needs the option `count_overflows`.
-
-        llm = LLM(..., additional_config={"fp8attn": {"count_overflows": True}})
-        for report in llm.apply_model(overflows):  # of each process
-            print(report)
-
-    vLLM's own steps at the start, while it records CUDA graphs, are counted, too.
-
-    Raises:
-        UsageError: nothing was counted.
-    """
-    layers = [layer for module in model.modules() if (layer := getattr(getattr(module, "impl", None), "engine_layer", None)) is not None]
-    counts = [layer.overflows for layer in layers if layer.overflows is not None]
-    if not counts:
-        raise UsageError("nothing was counted: pass additional_config={'fp8attn': {'count_overflows': True}} to vLLM")
-    return OverflowReport(tuple(row for count in counts for row in count.read().rows))

@@ -10,7 +10,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UsageError
-from ..engine.metrics import OverflowMetrics
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
 from .supported import unsupported_on_cpu
@@ -26,16 +25,12 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
     supports_draft_decode_metadata_update = True
-    metrics: OverflowMetrics | None = None  # with the option `count_overflows`
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = vllm_config.compilation_config.static_forward_context
         made = {name: found for name, layer in layers.items() if (found := getattr(getattr(layer, "impl", None), "engine_layer", None))}
-        counts = {name: layer.overflows for name, layer in made.items() if layer.overflows is not None}
-        if next(iter(counts), None) in layer_names:  # of all layers: the builder of drafts does not build steps that CUDA graphs replay
-            self.metrics = OverflowMetrics(list(counts.values()))
         if device.type == "cpu":
             if (reason := unsupported_on_cpu(vllm_config)) is not None:
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
@@ -50,8 +45,6 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         return max_decode_query_len(vllm_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8AttentionMetadata:
-        if self.metrics is not None:
-            self.metrics.update()
         step = common_attn_metadata
         num_decodes, num_prompts, decode_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
         found = step_of(

@@ -7,7 +7,7 @@
 | `page.py` | more tokens, and dense K and V, page by page |
 | `settle.py` | how `page.py` finds a page's scale |
 | `e4m3.py` | pages of E4M3 inputs |
-| `slot.py` | what these share: positions of tokens and scales in a page, rounding codes again, counts of overflows |
+| `slot.py` | what these share: positions of tokens and scales in a page, rounding codes again |
 
 The scales of all pages are those of `numerics.settle`.
 """
@@ -50,7 +50,7 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
     heads, form = pages.num_kv_heads, pages.format
     row = row_of(form.head_dim)
     stored = row, is_native(device), form.k, form.rotate, how.static_scales, advance
-    tensors = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens, how.overflows
+    tensors = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
     if max_seqlen <= MAX_TOKENS:
         args = k, v, *tensors, *k_strides, *v_strides, pages.page_table.stride(0), max_seqlen, heads
@@ -105,7 +105,7 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope
                 *tables, *table_strides, q, q_out, *q_tables, *q.stride()[:3], *q_out.stride()[:3], *q_table_strides, q.shape[2]
             )  # fmt: skip
         args = (
-            k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, None, *given, *strides, columns, batch, length, heads,
+            k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, *given, *strides, columns, batch, length, heads,
             _columns_ahead(device, heads, row.width),
         )  # fmt: skip
         stored = row, is_native(device), form.k, form.rotate, False, True

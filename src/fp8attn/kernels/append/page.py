@@ -114,17 +114,16 @@ def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES: 
 
 
 @triton.jit
-def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, counting, CODES: tl.constexpr, ROTATE: tl.constexpr):
-    """Write tokens `[old, end)` of a head's K page. The arguments are `_read_keys`'; `counting` is `settle_page`'s."""
+def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+    """Write tokens `[old, end)` of a head's K page. The arguments are `_read_keys`'."""
     PARTS: tl.constexpr = CODES.row.parts
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
     if PARTS == 1:
         x0, x1, t0, t1 = _read_keys(0, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES, ROTATE)
-        x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, end, counting, CODES)
+        x0, x1 = settle_page(x0, x1, 0.0, slot_ptr, old, CODES)
         _store_keys(x0, 0, t0, codes_ptr, old, end, CODES)
         _store_keys(x1, 0, t1, codes_ptr, old, end, CODES)
     else:
-        COUNT: tl.constexpr = counting[0] is not None
         maxima = no_maxima()
         if not CODES.static:
             for part in range(PARTS):
@@ -132,15 +131,13 @@ def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, co
                 maxima = with_maxima(maxima, x0, x1, CODES.native)
         before = scale_before(maxima, slot_ptr, old, CODES)
         scale = before
-        overflows = tl.zeros((), tl.int32)
         for part in range(PARTS):
             next_page = tl.where(part == 0, ahead, 0)
             x0, x1, t0, t1 = _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, next_page, CODES, ROTATE)
-            x0, x1, scale, more = settle_part(x0, x1, part, maxima, before, slot_ptr, old, end, CODES, COUNT)
-            overflows += more
+            x0, x1, scale = settle_part(x0, x1, part, maxima, before, slot_ptr, old, CODES)
             _store_keys(x0, part, t0, codes_ptr, old, end, CODES)
             _store_keys(x1, part, t1, codes_ptr, old, end, CODES)
-        store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES)
+        store_settled(maxima, scale, slot_ptr, CODES)
 
 
 @triton.jit
@@ -187,16 +184,15 @@ def _store_values(x0, x1, part, first, slot_ptr, old, end, CODES: tl.constexpr):
 
 
 @triton.jit
-def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting, CODES: tl.constexpr):
+def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: tl.constexpr):
     """`_write_keys` for V, transposed."""
     PARTS: tl.constexpr = CODES.row.parts
     first = word_token(tl.arange(0, PAGE // 4))
     if PARTS == 1:
         x0, x1, first_amax = _read_values(first, 0, x_ptr, stride_t, mean_ptr, old, end, ahead, CODES)
-        x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, end, counting, CODES)
+        x0, x1 = settle_page(x0, x1, first_amax, slot_ptr, old, CODES)
         _store_values(x0, x1, 0, first, slot_ptr, old, end, CODES)
     else:
-        COUNT: tl.constexpr = counting[0] is not None
         maxima = no_maxima()
         if not CODES.static:
             for part in range(PARTS):
@@ -204,19 +200,17 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, counting
                 maxima = with_maxima(maxima, x0, x1, CODES.native)
         before = scale_before(maxima, slot_ptr, old, CODES)
         scale = before
-        overflows = tl.zeros((), tl.int32)
         for part in range(PARTS):
             next_page = tl.where(part == 0, ahead, 0)
             x0, x1, _ = _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, next_page, CODES)
-            x0, x1, scale, more = settle_part(x0, x1, part, maxima, before, slot_ptr, old, end, CODES, COUNT)
-            overflows += more
+            x0, x1, scale = settle_part(x0, x1, part, maxima, before, slot_ptr, old, CODES)
             _store_values(x0, x1, part, first, slot_ptr, old, end, CODES)
-        store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES)
+        store_settled(maxima, scale, slot_ptr, CODES)
 
 
 @triton.jit(do_not_specialize=["num_queries", "table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
 def page_kernel(
-    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, cos_stride_b, cos_stride, q_ptr, q_out_ptr, q_cos_ptr, q_sin_ptr, q_stride_b, q_stride_h, q_stride_t,
     q_out_stride_b, q_out_stride_h, q_out_stride_t, q_cos_stride_b, q_cos_stride, num_queries,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
@@ -300,12 +294,10 @@ def page_kernel(
         if k_mean_ptr is not None:
             k_mean_ptr += head * D
         k_ptr += row * k_stride_t + head * k_stride_h
-        _write_keys(
-            k_ptr, k_stride_t, k_mean_ptr, slot_ptr, (cos_ptr, sin_ptr, cos_stride), old, end, ahead, (overflows_ptr, head), K,
-            OPTIONS.rotate,
-        )  # fmt: skip
+        angles = cos_ptr, sin_ptr, cos_stride
+        _write_keys(k_ptr, k_stride_t, k_mean_ptr, slot_ptr, angles, old, end, ahead, K, OPTIONS.rotate)
     else:
         if v_mean_ptr is not None:
             v_mean_ptr += head * D
         v_ptr += row * v_stride_t + head * v_stride_h
-        _write_values(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, (overflows_ptr, head), V)
+        _write_values(v_ptr, v_stride_t, v_mean_ptr, slot_ptr, old, end, ahead, V)

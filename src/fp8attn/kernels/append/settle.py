@@ -15,12 +15,10 @@ from ..common import PAGE
 from .slot import (
     HEADER_WORDS,
     SCALE_WORDS,
-    add_overflows,
     codes_ptr_of,
     header_ptr_of,
     rescale,
     round_again,
-    saturated,
     scale_ptr_of,
     word_token,
 )
@@ -124,7 +122,7 @@ def _no_maxima():
 
 
 @triton.jit
-def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr):
+def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, CLAMP: tl.constexpr):
     """Round tokens again until one scale fits all.
 
     Args:
@@ -133,8 +131,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
         most: the scale that the new tokens need.
         part: the part of the channels. With the first one, codes in the page are rounded again, of all channels.
     Returns:
-        The values to round of each tile, the scale that fits all, and how often it grew, with COUNT. Codes in the page have been rounded
-        again to it.
+        The values to round of each tile, and the scale that fits all. Codes in the page have been rounded again to it.
     """
     IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
@@ -147,7 +144,6 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
     needs = _needs(amax, CODEC)
     fresh = old  # tokens before it are codes, to be multiplied by `ratio`
     ratio = 1.0
-    count = tl.zeros((), tl.int32)
     while most > scale:
         index = _first_token_over(needs, scale, old, IS_V)
         grown = with_headroom(needed_scale(float_of(_at(amax, index, IS_V)), CODEC), CODEC)
@@ -161,26 +157,22 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
             rescale(codes_ptr, ratio, old, CODES)
         fresh = index
         scale = grown
-        if COUNT:
-            count += 1
     factor = inverse(scale, CODEC)
     x0 *= _factor(t0, fresh, ratio, factor)
     x1 *= _factor(t1, fresh, ratio, factor)
     if CLAMP:
-        return clamp(x0, CODEC), clamp(x1, CODEC), scale, count
+        return clamp(x0, CODEC), clamp(x1, CODEC), scale
     else:
-        return x0, x1, scale, count
+        return x0, x1, scale
 
 
 @triton.jit
-def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr):
-    """Settle the scale of a page from its tokens `[old, end)`, and write it.
+def settle_page(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
+    """Settle the scale of a page from its tokens from `old` on, and write it.
 
-    `first` is the largest finite magnitude of V's first token; K's is computed here. `counting` is a pointer to the counts of overflows,
-    or None, and the head. Returns the values to round of each tile (`codec.clamp`).
+    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of each tile
+    (`codec.clamp`).
     """
-    overflows_ptr, head = counting
-    COUNT: tl.constexpr = overflows_ptr is not None
     IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
     DENSE: tl.constexpr = CODES.dense
@@ -195,7 +187,7 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
     broken = worst != worst
     if CODES.static:
         scale = tl.load(scale_ptr)
-        x0, x1, overflows = _with_static_scale(x0, x1, scale, old, end, CODES, COUNT)
+        x0, x1 = _with_static_scale(x0, x1, scale, CODES)
     else:
         scale = 0.0
         if not DENSE and old > 0:
@@ -214,11 +206,9 @@ def settle_page(x0, x1, first, slot_ptr, old, end, counting, CODES: tl.constexpr
         most = needed_scale(worst, CODEC)
         # Two paths: few pages have values that saturate, and saturation would add a sixth to the instructions.
         if CODEC.is_integer and large:
-            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, True, COUNT)
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, True)
         else:
-            x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, False, COUNT)
-    if COUNT:
-        add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, False)
     if not CODES.static:
         _store_scale(scale_ptr, slot_ptr, scale, broken, CODES)
     return x0, x1
@@ -264,27 +254,22 @@ def scale_before(maxima, slot_ptr, old, CODES: tl.constexpr):
 
 
 @triton.jit
-def settle_part(x0, x1, part, maxima, scale, slot_ptr, old, end, CODES: tl.constexpr, COUNT: tl.constexpr):
-    """Settle a part of a page from `scale_before`. Returns the values to round of each tile, the scale, and what overflows."""
+def settle_part(x0, x1, part, maxima, scale, slot_ptr, old, CODES: tl.constexpr):
+    """Settle a part of a page from `scale_before`. Returns the values to round of each tile, and the scale."""
     CODEC: tl.constexpr = CODES.codec
     _, amax = maxima
     if CODES.static:
-        x0, x1, overflows = _with_static_scale(x0, x1, scale, old, end, CODES, COUNT)
+        x0, x1 = _with_static_scale(x0, x1, scale, CODES)
     else:
         most = needed_scale(float_of(_largest(amax)), CODEC)
-        x0, x1, scale, overflows = _grow(x0, x1, amax, most, scale, codes_ptr_of(slot_ptr, CODES), old, part, CODES, True, COUNT)
-        if part > 0:  # counted with the first part
-            overflows = 0
-    return x0, x1, scale, overflows
+        x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr_of(slot_ptr, CODES), old, part, CODES, True)
+    return x0, x1, scale
 
 
 @triton.jit
-def store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES: tl.constexpr):
-    """Write the scale of a page, and add the overflows of all of its parts to the counts."""
+def store_settled(maxima, scale, slot_ptr, CODES: tl.constexpr):
+    """Write the scale of a page, which fits all of its parts."""
     every, _ = maxima
-    overflows_ptr, head = counting
-    if overflows_ptr is not None:
-        add_overflows(overflows_ptr, tl.where(head == 0, end - old, 0), overflows, CODES)
     if not CODES.static:
         scale_ptr = scale_ptr_of(slot_ptr, CODES)
         _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, CODES)
@@ -294,19 +279,11 @@ def store_settled(maxima, scale, overflows, slot_ptr, old, end, counting, CODES:
 
 
 @triton.jit
-def _with_static_scale(x0, x1, scale, old, end, CODES: tl.constexpr, COUNT: tl.constexpr):
-    """The values to round of each tile with a calibrated scale, and how many of the tokens' saturate, with COUNT."""
+def _with_static_scale(x0, x1, scale, CODES: tl.constexpr):
+    """The values to round of each tile with a calibrated scale."""
     CODEC: tl.constexpr = CODES.codec
-    overflows = 0
     factor = inverse(scale, CODEC)
-    x0 *= factor
-    x1 *= factor
-    if COUNT:
-        t0 = _token(0, tl.arange(0, PAGE // 2), CODES.is_v)
-        t1 = _token(1, tl.arange(0, PAGE // 2), CODES.is_v)
-        overflows = saturated(x0, ((t0 >= old) & (t0 < end))[:, None], CODES)
-        overflows += saturated(x1, ((t1 >= old) & (t1 < end))[:, None], CODES)
-    return clamp(x0, CODEC), clamp(x1, CODEC), overflows
+    return clamp(x0 * factor, CODEC), clamp(x1 * factor, CODEC)
 
 
 @triton.jit

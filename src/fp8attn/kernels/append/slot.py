@@ -1,5 +1,4 @@
-"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of V, counts of
-overflows.
+"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of V.
 
 A slot is a page of one head, `[K | V | header]` (`formats.page_layout`). V is 32-bit words of four tokens of a channel.
 """
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...formats.page_layout import HEADER, V_SCALE
-from ..codec import encode_where, from_codes, overflows, to_codes
+from ..codec import encode_where, from_codes, to_codes
 from ..common import GROUP, K_SCALE_WORD, PAGE, V_SCALE_WORD, v_token
 from ..rows import channels
 
@@ -106,28 +105,6 @@ def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
         older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
         words = (words & new) | (older & ~new)
     tl.store(ptrs, words, mask=inside)
-
-
-# Overflows (`ops.append`): values that saturate with a static scale, and scales of pages that grow
-
-
-@triton.jit
-def saturated(x, valid, CODES: tl.constexpr):
-    """How many values of the rows `valid [N, 1]` of `x [N, C]`, multiplied by the inverse of their scale, have no code (`codec.overflows`).
-
-    Channels after the last one are zero.
-    """
-    CODEC: tl.constexpr = CODES.codec
-    return tl.sum((overflows(x, CODEC) & valid).to(tl.int32))
-
-
-@triton.jit
-def add_overflows(overflows_ptr, tokens, count, CODES: tl.constexpr):
-    """Add a program's counts to those of K or V, with one atomic instruction; with none if all are zero."""
-    i = tl.arange(0, 4)
-    counted = tl.where(i == (1 if CODES.static else 2), count, 0)
-    counted = tl.where(i == 0, tokens, counted).to(tl.int64)
-    tl.atomic_add(overflows_ptr + (3 if CODES.is_v else 0) + i, counted, mask=counted != 0, sem="relaxed")
 
 
 @triton.jit

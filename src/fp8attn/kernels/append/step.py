@@ -13,16 +13,7 @@ from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
 from ..common import GROUP, PAGE, v_position
 from ..rotation import hadamard
 from ..rows import load_halves, load_rows, store_rows
-from .slot import (
-    add_overflows,
-    codes_ptr_of,
-    launch_dependents,
-    new_tokens,
-    rescale,
-    round_again,
-    saturated,
-    scale_ptr_of,
-)
+from .slot import codes_ptr_of, launch_dependents, new_tokens, rescale, round_again, scale_ptr_of
 
 MAX_PROGRAMS = 64  # for one sequence
 
@@ -61,7 +52,7 @@ def _first_over(need, token, scale, new):
 
 
 @triton.jit
-def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.constexpr, COUNT: tl.constexpr):
+def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.constexpr):
     """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
 
     Args:
@@ -70,8 +61,8 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
         scale: `[HEADS]`, zero for an empty page.
         exists: `[HEADS]`, whether the head exists.
     Returns:
-        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; the
-        scales; and how often a scale grew after the first token of its page, with COUNT.
+        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; and the
+        scales.
     """
     HEADS: tl.constexpr = need.shape[0]
     T: tl.constexpr = need.shape[1]
@@ -81,7 +72,6 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
     # How often any of the scales grows. (A `while` that carries the tile is more than Triton 3.6 compiles.)
     settled = scale
     count = 0
-    grown_scales = tl.zeros((), tl.int32)
     key = _first_over(need, token, settled[:, None], new)
     while tl.min(key) < _NONE:
         settled = tl.where(key < _NONE, with_headroom(key.to(tl.int32).to(tl.float32, bitcast=True), CODEC), settled)
@@ -105,11 +95,9 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
                 if tl.max(this.to(tl.int32)) > 0:
                     address = tl.sum(tl.where(this, codes_ptr.to(tl.int64), 0)).to(tl.pointer_type(tl.uint8))
                     rescale(address, tl.sum(tl.where(this, ratio, 0.0)), old, CODES)
-        if COUNT:
-            grown_scales += tl.sum((grows & exists & (scale > 0.0)).to(tl.int32))
         scale = grown
         key = _first_over(need, token, scale[:, None], new)
-    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, CODEC)[:, None]), scale, grown_scales
+    return x, tl.where(token < first_fresh[:, None], ratio[:, None], inverse(scale, CODEC)[:, None]), scale
 
 
 @triton.jit
@@ -132,7 +120,7 @@ def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, overflows_ptr, CODES: tl.constexpr, ADVANCE: tl.constexpr):
+def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr, ADVANCE: tl.constexpr):
     """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
@@ -150,7 +138,6 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
     LAYOUT: tl.constexpr = CODES.layout
-    COUNT: tl.constexpr = overflows_ptr is not None
     length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
@@ -171,14 +158,12 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     else:
         need = tl.reshape(needed_scale(tl.max(finite(x), 1), CODEC), (HEADS, T))
         scale = tl.where(old > 0, scale, 0.0)
-        x, factor, scale, overflows = _settle_slots(x, need, tokens, here, scale, slot_ptr, exists, old, CODES, COUNT)
+        x, factor, scale = _settle_slots(x, need, tokens, here, scale, slot_ptr, exists, old, CODES)
         next_scale = scale
         if crosses:
             empty = tl.zeros((HEADS,), tl.float32)
-            x, next_factor, next_scale, more = _settle_slots(x, need, tokens, ~here, empty, next_ptr, exists, 0, CODES, COUNT)
+            x, next_factor, next_scale = _settle_slots(x, need, tokens, ~here, empty, next_ptr, exists, 0, CODES)
             factor = tl.where(here, factor, next_factor)
-            if COUNT:
-                overflows += more
     x *= _rows(factor)
     codes = to_codes(x, CODEC, CODES.native)
     position = (old + tokens) % PAGE
@@ -194,10 +179,6 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
     offset = LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position) if IS_V else LAYOUT.k_offset + position * D
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = exists[:, None] & (tl.arange(0, T) < new)[None, :]
-    if COUNT:
-        if STATIC:
-            overflows = saturated(x, _rows(valid), CODES)
-        add_overflows(overflows_ptr, tl.where(tl.min(head) == 0, new, 0), overflows, CODES)
     if IS_V:
         d = tl.arange(0, ROW.width)
         tl.store(_rows(rows) + d * GROUP, codes, mask=_rows(valid) & (d < D))
@@ -207,7 +188,7 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, ove
 
 @triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads"])
 def step_kernel(
-    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, overflows_ptr,
+    k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, table_stride, max_seqlen, num_kv_heads, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """The kernel. A program writes some heads of K or V of a sequence."""
@@ -242,10 +223,10 @@ def step_kernel(
             x = hadamard(x, ROW.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, K, OPTIONS.advance)
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K, OPTIONS.advance)
     else:
         x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
         if v_mean_ptr is not None:
             x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()
-        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, overflows_ptr, V, OPTIONS.advance)
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V, OPTIONS.advance)
