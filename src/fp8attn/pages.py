@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from .checks import check_flags, check_mean, check_size, check_tensor
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.kv_format import KVFormat
-from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, scales_of, unpack_k, unpack_v, v_of
+from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, scales_of, v_of, v_rows
 from .formats.rotation import rotate_back
 
 
@@ -225,12 +225,26 @@ class KVPages:
             raise ValueError(
                 f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"
             )
-        wide = torch.promote_types(dtype, torch.float32)
         ids = self.page_table[seq, first // PAGE_SIZE : -(-length // PAGE_SIZE)].long()
         tokens = slice(first % PAGE_SIZE, length - first // PAGE_SIZE * PAGE_SIZE)
-        taken, form = self.with_pool(self.pool[ids]), self.format
-        k = unpack_k(taken.k.to(wide) * taken.k_scale.to(wide)[..., None, None])[tokens]
-        v = unpack_v(taken.v.to(wide) * taken.v_scale.to(wide)[..., None, None, None])[tokens]
-        k = k if form.stored_k_mean is None else k + form.stored_k_mean.to(wide)
-        v = v if form.v_mean is None else v + form.v_mean.to(wide)
-        return (rotate_back(k) if form.rotate else k).to(dtype), v.to(dtype)
+        k, v = (self.dequantize(which, ids[None], torch.promote_types(dtype, torch.float32))[0] for which in ("k", "v"))
+        return k[:, tokens].transpose(0, 1).contiguous().to(dtype), v[:, tokens].transpose(0, 1).contiguous().to(dtype)
+
+    def dequantize(self, which: Literal["k", "v"], ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """K (rotated back) or V of whole pages, as work of the device only.
+
+        Args:
+            which: `"k"` or `"v"`.
+            ids: `[B, N]` int64, numbers of pages.
+            dtype: of the arithmetic and of the result, float32 or float64.
+        Returns:
+            `[B, num_kv_heads, N * 128, head_dim]`. Tokens past the end of a sequence are unspecified.
+        """
+        form = self.format
+        codes, scale, mean = (self.k, self.k_scale, form.stored_k_mean) if which == "k" else (self.v, self.v_scale, form.v_mean)
+        # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
+        x = codes.view(torch.uint8)[ids].view(codes.dtype).to(dtype)
+        x = (x if which == "k" else v_rows(x)) * scale[ids].to(dtype)[..., None, None]
+        x = x.transpose(1, 2).flatten(2, 3)
+        x = x if mean is None else x + mean.to(dtype)[:, None]
+        return rotate_back(x) if which == "k" and form.rotate else x

@@ -53,10 +53,10 @@ class LayerScales:
         return f"LayerScales({len(self.k_scale)} KV heads of {self.k_mean.shape[1]}, {self.key_dtype} keys, {kept})"
 
     @cached_property
-    def page_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K's and V's scales in the form that pages have. Cached, because every cache reads them."""
+    def page_scales(self) -> torch.Tensor:
+        """K's and V's scales in the form that pages have, `[num_kv_heads, 2]` float32. Cached, because every cache reads them."""
         k, v = codec_of(self.key_dtype), E4M3
-        return k.needed_scale(self.k_scale * k.max), v.needed_scale(self.v_scale * v.max)
+        return torch.stack([k.needed_scale(self.k_scale * k.max), v.needed_scale(self.v_scale * v.max)], -1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

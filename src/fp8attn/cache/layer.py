@@ -90,9 +90,7 @@ class LayerPages:
         if self.pool is not None:
             pool[: len(self.pool)] = self.pool
         if self.scales is not None:
-            scales = scales_of(pool)
-            for column, calibrated in enumerate(self.scales.page_scales):
-                scales[:, :, column] = calibrated.to(self.device, non_blocking=True)
+            scales_of(pool).copy_(self.scales.page_scales.to(self.device, non_blocking=True))
         self.pool = pool
         return pool
 

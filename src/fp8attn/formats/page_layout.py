@@ -28,9 +28,8 @@ K_SCALE = 0  # float32
 V_SCALE = 4  # float32
 ENGINE_MARK = 8  # int64, which a serving engine may write
 
-# V_ORDER[position] is the token at a position of a group; V_POSITION is the inverse.
+# V_ORDER[position] is the token at a position of a group.
 V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-V_POSITION = tuple(V_ORDER.index(token) for token in range(V_GROUP))
 
 
 @dataclass(frozen=True)
@@ -119,4 +118,10 @@ def pack_v(x: torch.Tensor) -> torch.Tensor:
 
 def unpack_v(pages: torch.Tensor) -> torch.Tensor:
     """V pages `[P, H, 8, D, 16]` to tokens `[P * 128, H, D]`."""
-    return pages.permute(0, 2, 4, 1, 3)[:, :, list(V_POSITION)].flatten(0, 2)
+    return unpack_k(v_rows(pages))
+
+
+def v_rows(pages: torch.Tensor) -> torch.Tensor:
+    """V pages `[..., 8, D, 16]` with their tokens as K pages have them, `[..., 128, D]`."""
+    # `V_ORDER` as axes: position 4a + 2b + c has token 8b + 2a + c. Indices would be real tensors where this is traced with fake ones.
+    return pages.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)

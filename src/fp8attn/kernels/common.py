@@ -37,7 +37,7 @@ HIDDEN_FINITE = tl.constexpr(-1e30)  # a masked score where inf - inf could aris
 
 @triton.jit
 def v_position(token):
-    """The position of a token in its group of V (`page_layout.V_POSITION`)."""
+    """The position of a token in its group of V (the inverse of `page_layout.V_ORDER`)."""
     return (token & 1) | ((token >> 2) & 2) | ((token << 1) & 12)
 
 

@@ -82,7 +82,7 @@ def _calibrated(options: Options, file: str, model: ServedModel, number: int | N
     layer = scales.layer(number)
     stored_k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
     if options.static_scales:  # kernels of static scales have both means (`warmup`)
-        return StaticState(stored_k_mean, v_mean, torch.stack([scale[heads] for scale in layer.page_scales], -1))
+        return StaticState(stored_k_mean, v_mean, layer.page_scales[heads])
     return _both(stored_k_mean if stored_k_mean.any() else None, v_mean if v_mean.any() else None)
 
 

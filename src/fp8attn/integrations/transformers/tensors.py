@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_map
@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 from ...formats.codec import codec_of
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import PAGE_SIZE
-from ...formats.rotation import rotate_back
 from ...pages import KVPages
 from ...params import BackendName
 
@@ -23,7 +22,7 @@ _TENSORS = {
 }  # fmt: skip
 
 
-def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, last: bool = False) -> torch.Tensor:
+def dequantize(pages: KVPages, which: Literal["k", "v"], length: int, dtype: torch.dtype, last: bool = False) -> torch.Tensor:
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
@@ -42,22 +41,11 @@ def dequantize(pages: KVPages, which: str, length: int, dtype: torch.dtype, last
         first = (lengths - length).clamp_min(0)
         columns = first // PAGE_SIZE + lengths.new_ones(-(-length // PAGE_SIZE) + 1).cumsum(0) - 1
         ids = pages.page_table.long().gather(1, columns.clamp_max(pages.page_table.shape[1] - 1))
-    codes, scale = getattr(pages, which), getattr(pages, f"{which}_scale")
-    mean = pages.format.stored_k_mean if which == "k" else pages.format.v_mean
-    # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
-    x = codes.view(torch.uint8)[ids].view(codes.dtype).float()
-    if which == "v":
-        # `V_ORDER` as axes: position 4a + 2b + c holds token 8b + 2a + c. Indices and aranges would be real tensors where this is
-        # traced with fake ones.
-        x = x.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)
-    x = x * scale[ids][..., None, None]
-    x = x.transpose(1, 2).flatten(2, 3)
+    x = pages.dequantize(which, ids, torch.float32)
     token = first + lengths.new_ones(length).cumsum(0) - 1
     if last:
         x = x.gather(2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
     x = x[:, :, :length]
-    x = x if mean is None else x + mean[:, None]
-    x = rotate_back(x) if which == "k" and pages.format.rotate else x
     x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
     return torch.where((token < lengths)[:, None, :, None], x, 0.0).to(dtype)
@@ -79,13 +67,13 @@ class PagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
+        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
         batch_invariant: bool = False, window: int | None = None,
     ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
-        self, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
+        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
         batch_invariant: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
