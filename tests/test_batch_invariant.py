@@ -104,8 +104,13 @@ def test_a_cache_of_transformers_passes_it_on(static, monkeypatch):
     from tests.support.transformers_models import make, prompt
 
     assert transformers
-    given, attend = [], attention_module.ops.attention
-    monkeypatch.setattr(attention_module.ops, "attention", lambda *a, **k: (given.append(k["batch_invariant"]), attend(*a, **k))[1])
+    given, attend = [], attention_module.ops.run_attention
+
+    def noting(name, q, pages, params):
+        given.append(params.batch_invariant)
+        return attend(name, q, pages, params)
+
+    monkeypatch.setattr(attention_module.ops, "run_attention", noting)
     model = make()
     for wanted in (True, False):
         cache = FP8Cache(model, batch_invariant=wanted, max_cache_len=160 if static else None)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ._torch_ops import flatten_format, flatten_pages, resolve, unobserved
-from .backends import find, load
+from .backends import load
 from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
@@ -129,64 +129,22 @@ def attention(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "attention(q, pages)")
-    if isinstance(q, torch.Tensor) and q.dim() == 4:
-        raise ValueError(
-            f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
-            "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
-        )
-    check_tokens(q, "q", pages.pool.device)
+    check_queries(q, pages)
     if cu_seqlens_q is None and pages.ragged is not None and sum(pages.ragged) == q.shape[0]:
         raise ValueError(
             f"q has a row for each of the {q.shape[0]} tokens of the last append, whose lengths {list(pages.ragged)} differ: give "
             "cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
         )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    _, num_q_heads, q_dim = q.shape
-    num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
-    if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
-        raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
-    if not (
-        (causal is True or causal is False)
-        and (exact is False or exact is True)
-        and (batch_invariant is False or batch_invariant is True)
-        and (return_lse is False or return_lse is True)
-    ):
-        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
-    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
-        raise ValueError(
-            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs causal=True; "
-            f"got {window=}, {causal=}"
-        )
-    direct = unobserved(q)
-    if softcap is not None:
-        if direct:
-            check_number(softcap, "softcap", " > 0 (None for no cap)")
-        if softcap <= 0:
-            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if direct and softmax_scale is not None:
-        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
-    if sinks is not None:
-        check_tensor(sinks, "sinks, one logit per query head,", (num_q_heads,), None, q.device)
-    if leftpad_k is not None:
-        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
+    params = params_of(
+        q, pages, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
+    )
     if out is not None:
         _check_out(out, q)
-    scale = 1 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
-    params = AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse, exact, batch_invariant
-    )  # fmt: skip
-    if direct:
-        # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
-        fits = out is not None and not out.data_ptr() & 15 and (not out.is_inference() or torch.is_inference_mode_enabled())
-        found = find(backend, q.device, q.dtype, head_dim)
-        if at_hand(q, found.name):
-            check_attended(pages, q.shape[0], params)
-        result, lse = found.attention(q, pages, params, out if fits else None)
-    else:
-        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, resolve(backend, q))
-    if out is not None and result is not out:
-        with torch.inference_mode() if direct else nullcontext():
-            result = out.copy_(result)
+    name = resolve(backend, q)
+    if unobserved(q) and at_hand(q, name):
+        check_attended(pages, q.shape[0], params)
+    result, lse = run_attention(name, q, pages, params, out)
     return result if lse is None or not return_lse else (result, lse)
 
 
@@ -243,6 +201,23 @@ def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tens
         torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *how, name)
 
 
+def run_attention(
+    name: BackendName, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attention` with checked arguments and the resolved backend `name`. Without `params.return_lse`, the LSE is unspecified."""
+    direct = unobserved(q)
+    if direct:
+        # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
+        fits = out is not None and not out.data_ptr() & 15 and (not out.is_inference() or torch.is_inference_mode_enabled())
+        result, lse = load(name).attention(q, pages, params, out if fits else None)
+    else:
+        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, name)
+    if out is not None and result is not out:
+        with torch.inference_mode() if direct else nullcontext():
+            result = out.copy_(result)
+    return result, lse
+
+
 def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, form: KVFormat) -> KVPages:
     """`from_dense` with checked arguments and the resolved backend `name`."""
     if unobserved(k):
@@ -278,6 +253,69 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
         )
     check_tokens(v, "v", device)
     return resolve(backend, k)
+
+
+def check_queries(q: torch.Tensor, pages: KVPages) -> None:
+    """Raise ValueError unless attention over `pages` takes the shape and the device of `q`, RuntimeError if `q` requires a gradient."""
+    if isinstance(q, torch.Tensor) and q.dim() == 4:
+        raise ValueError(
+            f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
+            "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
+        )
+    check_tokens(q, "q", pages.pool.device)
+    _, num_q_heads, q_dim = q.shape
+    num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
+    if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
+        raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
+
+
+def params_of(
+    q: torch.Tensor,
+    pages: KVPages,
+    cu_seqlens_q: torch.Tensor | None,
+    max_seqlen_q: int,
+    causal: bool,
+    softmax_scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    leftpad_k: torch.Tensor | None,
+    return_lse: bool,
+    exact: bool,
+    batch_invariant: bool,
+) -> AttentionParams:
+    """The options of `attention`, checked. `cu_seqlens_q` and `max_seqlen_q` are right already.
+
+    Raises:
+        ValueError: an option does not fit `q` or `pages`; the message says what would.
+    """
+    if not (
+        (causal is True or causal is False)
+        and (exact is False or exact is True)
+        and (batch_invariant is False or batch_invariant is True)
+        and (return_lse is False or return_lse is True)
+    ):
+        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
+    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
+        raise ValueError(
+            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs causal=True; "
+            f"got {window=}, {causal=}"
+        )
+    if softcap is not None:
+        if unobserved(q):
+            check_number(softcap, "softcap", " > 0 (None for no cap)")
+        if softcap <= 0:
+            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if softmax_scale is not None and unobserved(q):
+        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
+    if sinks is not None:
+        check_tensor(sinks, "sinks, one logit per query head,", (q.shape[1],), None, q.device)
+    if leftpad_k is not None:
+        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
+    scale = 1 / math.sqrt(q.shape[2]) if softmax_scale is None else softmax_scale
+    return AttentionParams(
+        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse, exact, batch_invariant
+    )
 
 
 def _no_pages(given: object, call: str) -> TypeError:

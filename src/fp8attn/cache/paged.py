@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from .._torch_ops import resolve
 from ..checks import check_is_tensor, is_whole
 from ..pages import KVPages
 from ..params import Append, BackendName, options_of
@@ -148,32 +149,38 @@ class PagedKVCache(Sequences):
         Raises:
             ValueError: q has another number of tokens than the last append, or the layer has appended nothing.
         """
-        pages, cu_seqlens, longest = self.appended(layer), None, None
+        pages = self.appended(layer)
         if self.window is not None:
             if window is not None and is_whole(window) and window > self.window:
                 raise ValueError(
                     f"window is {window}, and this cache has the pages of a window of {self.window}: make it with window={window}"
                 )
             window = self.window if window is None else window
-        if not torch.compiler.is_compiling():
-            step = self._step
-            assert step is not None  # `appended` has raised
-            if not isinstance(q, torch.Tensor):
-                check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
-            if q.shape[0] != step.num_tokens:
-                raise ValueError(
-                    f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "
-                    f"{tuple(q.shape)}. For other queries call fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
-                )
-            cu_seqlens, longest = step.cu_seqlens, None if step.cu_seqlens is None else step.longest
-            if layer not in self.ahead.attended:
-                options = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)
-                self.ahead.attend(self, layer, q, step, Attention(q.shape[1], options, causal, leftpad_k is not None))
-        return ops.attention(
-            q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale, window=window,
-            softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant,
-            backend=self.backend,
-        )  # fmt: skip
+        options = causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
+        if torch.compiler.is_compiling():
+            return ops.attention(
+                q, pages, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks, leftpad_k=leftpad_k,
+                return_lse=return_lse, exact=exact, batch_invariant=batch_invariant, backend=self.backend,
+            )  # fmt: skip
+        step = self._step
+        assert step is not None  # `appended` has raised
+        if not isinstance(q, torch.Tensor):
+            check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
+        if q.shape[0] != step.num_tokens:
+            raise ValueError(
+                f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths {step.lengths}); got "
+                f"{tuple(q.shape)}. For other queries call fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
+            )
+        ops.check_queries(q, pages)
+        call = q.dtype, q.shape[1], *options
+        if call not in step.calls:
+            step.calls[call] = resolve(self.backend, q), ops.params_of(q, pages, step.cu_seqlens, step.longest, *options)
+        name, params = step.calls[call]
+        if layer not in self.ahead.attended:
+            changing = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)
+            self.ahead.attend(self, layer, q, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
+        out, lse = ops.run_attention(name, q, pages, params)
+        return (out, lse) if return_lse else out
 
     # Files
 

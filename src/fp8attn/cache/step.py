@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import count
 from operator import add
+from typing import Any
 
 import torch
 
 from ..pages import KVPages
+from ..params import AttentionParams, BackendName
 from .page_table import PageTable, num_pages_of
 
 LARGER = "make it with a larger max_seqlen (FP8Cache: a larger max_cache_len)"
@@ -25,6 +27,7 @@ class Step:
         begins: whether these are the first tokens of a growing pool. Then `ops.run_from_dense` makes the pages with their contents.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it; use all columns.
         pages: by layer that has appended, the pages that its attention reads.
+        calls: by the queries' dtype, their heads and the options, the resolved backend and the checked options, which layers share.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Step:
         self.num_tokens, self.longest = sum(lengths), max(lengths)
         self.ragged = cu_seqlens is not None and min(lengths) < self.longest
         self.pages: dict[int, KVPages] = {}
+        self.calls: dict[tuple[Any, ...], tuple[BackendName, AttentionParams]] = {}
 
     def missing(self, num_layers: int) -> str:
         """The layers that have not appended; empty after all have."""

@@ -7,7 +7,7 @@ pytest.importorskip("transformers")
 
 from fp8attn import KVScales, LayerScales, PagedKVCache, UsageError
 from fp8attn.formats.page_layout import PageLayout, engine_marks_of
-from fp8attn.integrations.engine import EngineLayer, Options, StaticState, step_of
+from fp8attn.integrations.engine import EngineLayer, Options, StaticState, Step, step_of
 
 from .toy import HEADS, KV_HEADS, WIDTH, D, Engine, Model
 
@@ -83,6 +83,15 @@ def test_two_layers_share_pages():
         k, v = k * torch.nan, v * torch.nan
     assert torch.equal(*outputs) and outputs[0].isfinite().all()
     assert not memory[[0, 3]].any()
+
+
+def test_sinks_of_other_heads_are_an_error():
+    """A kernel would read past their end. SGLang passes them with each call."""
+    layer = EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", sinks=torch.zeros(HEADS - 1))
+    layer.bind(torch.zeros(4, KV_HEADS * PageLayout.of(D).nbytes, dtype=torch.uint8))
+    q, k = torch.randn(1, HEADS, D), torch.randn(1, KV_HEADS, D)
+    with pytest.raises(ValueError, match=rf"sinks, one logit per query head, must be \({HEADS},\)"):
+        layer.run(q, k, k, torch.empty_like(q), Step(()))
 
 
 def test_memory_of_another_size_is_an_error():

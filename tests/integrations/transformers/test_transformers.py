@@ -265,14 +265,14 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
 @pytest.fixture
 def widths(monkeypatch):
     """The widths of the page tables of attention's launches, in forwards of three layers. Compiled launches are not recorded."""
-    seen, attention = [], ops.attention
+    seen, attention = [], ops.run_attention
 
-    def noting(q, pages, **given):
+    def noting(name, q, pages, *options):
         if not torch.compiler.is_compiling():
             seen.append(pages.page_table.shape[1])
-        return attention(q, pages, **given)
+        return attention(name, q, pages, *options)
 
-    monkeypatch.setattr(ops, "attention", noting)
+    monkeypatch.setattr(ops, "run_attention", noting)
     return seen
 
 

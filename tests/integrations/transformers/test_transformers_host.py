@@ -68,7 +68,7 @@ def test_the_way_of_k_to_the_kernel_and_back(monkeypatch):
     step(cache, torch.nn.Module().eval(), x, q)
     assert ways == LAYERS * [
         ["FP8Cache.update", "FP8Layer.update", "PagedKVCache.append", "run_append"],
-        ["fp8_kv_attention", "_attend_pages", "attention", "Reference.attention", "attend_tokens"],
+        ["fp8_kv_attention", "_attend_pages", "run_attention", "Reference.attention", "attend_tokens"],
     ]
 
 

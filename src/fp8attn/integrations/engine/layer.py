@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from ... import ops
+from ..._torch_ops import resolve
+from ...checks import check_tensor
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import engine_marks_of, scales_of
 from ...pages import KVPages
+from ...params import Append, AttentionParams
 from .marks import check_marks
 from .options import Options
 from .static import StaticState
@@ -53,7 +56,8 @@ class EngineLayer:
     ) -> None:
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
         self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
-        self.softmax_scale, self.window, self.softcap, self.sinks = softmax_scale, window, softcap, sinks
+        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.window, self.softcap, self.sinks = window, softcap, sinks
         self.batch_invariant = batch_invariant
         stored_k_mean, v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
@@ -127,19 +131,20 @@ class EngineLayer:
             step.checked = True  # one layer is enough: one engine writes all of a block
             for part in step.parts:
                 check_marks(pool, part.page_table, self.mark)
+        if self.sinks is not None:  # SGLang passes them with each call
+            check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, pool.device)
+        name = resolve("auto", q)
         for part in step.parts:
             pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)
             tokens = part.tokens
             if self.writes:
-                ops.append(
-                    pages, k[tokens], v[tokens], cu_seqlens=part.cu_seqlens, max_seqlen=part.max_seqlen, advance=False,
-                    static_scales=self.has_static_scales,
-                )  # fmt: skip
+                how = Append(part.cu_seqlens, part.max_seqlen, self.has_static_scales, advance=False)
+                ops.run_append(name, pages, k[tokens], v[tokens], how)
             bounds, queries = part.cu_seqlens, q[tokens]
             if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):
                 bounds = None  # one query of each sequence, which is faster without bounds
-            ops.attention(
-                queries, pages, cu_seqlens_q=bounds, max_seqlen_q=part.max_seqlen, softmax_scale=self.softmax_scale,
-                window=self.window, softcap=self.softcap, sinks=self.sinks, exact=self.options.exact,
-                batch_invariant=self.batch_invariant, out=out[tokens],
+            params = AttentionParams(
+                bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks, None, False,
+                self.options.exact, self.batch_invariant,
             )  # fmt: skip
+            ops.run_attention(name, queries, pages, params, out[tokens])

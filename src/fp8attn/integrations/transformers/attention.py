@@ -10,7 +10,10 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ... import ops
+from ..._torch_ops import resolve
+from ...checks import check_tensor
 from ...dense.sdpa import autocast
+from ...params import AttentionParams
 from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
 
@@ -123,10 +126,23 @@ def _attend_pages(
     if query.dtype != key.dtype:  # keys are in autocast's dtype already
         (query,) = autocast(query)
     batch, heads, length, head_dim = query.shape
-    out = ops.attention(
-        tokens_of(query), pages_of(key), causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
-        leftpad_k=start, exact=key.exact, batch_invariant=key.batch_invariant, backend=key.backend,
-    )  # fmt: skip
+    q, pages = tokens_of(query), pages_of(key)
+    if torch.compiler.is_compiling():
+        out = ops.attention(
+            q, pages, causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks, leftpad_k=start,
+            exact=key.exact, batch_invariant=key.batch_invariant, backend=key.backend,
+        )  # fmt: skip
+    else:
+        if batch != pages.num_seqs:
+            raise ValueError(f"{_in_fp8(module)} with {pages.num_seqs} sequences in its cache, and this call has queries of {batch}")
+        ops.check_queries(q, pages)
+        if sinks is not None:
+            check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
+        params = AttentionParams(
+            None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks, start, False,
+            key.exact, key.batch_invariant,
+        )  # fmt: skip
+        out, _ = ops.run_attention(resolve(key.backend, q), q, pages, params)
     return out.view(batch, length, heads, head_dim)
 
 

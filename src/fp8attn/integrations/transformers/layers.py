@@ -278,8 +278,8 @@ class FP8Layer(CacheLayerMixin):
                 f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
                 stacklevel=2,
             )
-        k, v = (dequantize(pages, which, length, key_states.dtype, shared.window is not None) for which in "kv")
-        return k, v
+        last = shared.window is not None
+        return dequantize(pages, "k", length, key_states.dtype, last), dequantize(pages, "v", length, key_states.dtype, last)
 
     # Sizes, for transformers
 

@@ -67,14 +67,14 @@ class PagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        batch_invariant: bool = False, window: int | None = None,
+        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto",
+        exact: bool = False, batch_invariant: bool = False, window: int | None = None,
     ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
-        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto", exact: bool = False,
-        batch_invariant: bool = False, window: int | None = None,
+        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto",
+        exact: bool = False, batch_invariant: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
         self.pages, self.window = pages, window
