@@ -1,4 +1,7 @@
-"""fp8attn: an 8-bit KV cache and 8-bit attention for PyTorch."""
+"""fp8attn: an 8-bit KV cache and 8-bit attention for PyTorch.
+
+docs/architecture.md has the modules, floor by floor. Each package's docstring says what its files do.
+"""
 
 from typing import TYPE_CHECKING, Any
 

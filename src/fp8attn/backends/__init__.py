@@ -8,7 +8,10 @@
 | `"fa3"` | an installed FlashAttention-3: dense calls only |
 
 On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`. It is chosen for each call,
-so layers of different head_dims may have different backends.
+so layers of different head_dims may have different backends. A GPU never falls back to `reference`.
+
+Each backend has a file of its name (`hopper.py`, `triton.py`, `reference.py`, `fa3.py`). `base.py` has the interface, `Backend`, and
+`writer.py` the writing of pages, which `hopper` and `triton` share.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@
 | `page_table.py` | the pages of each sequence, copy-on-write; windows |
 | `layer.py` | the pages of one layer |
 | `step.py` | one append of all layers; the static form |
+| `ahead.py` | which kernels the next tokens need, to compile them side by side |
 | `storage.py` | sequences in files |
+
+docs/pages.md explains them.
 """
 
 from .page_table import OutOfPagesError

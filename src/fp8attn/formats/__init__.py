@@ -1,1 +1,10 @@
-"""The format of a cache, in plain PyTorch: codecs, the fixed rotation, RoPE."""
+"""The format of a cache, in plain PyTorch. Kernels repeat these definitions, to the same bits.
+
+| file | what |
+|---|---|
+| `kv_format.py` | `KVFormat`: what the bytes of a layer's pages mean |
+| `page_layout.py` | `PageLayout`: where each byte of a page is |
+| `codec.py` | 8-bit codes of K and V, and their scales |
+| `rotation.py` | the fixed rotation of keys and queries |
+| `rope.py` | RoPE, for callers and for dense calls |
+"""

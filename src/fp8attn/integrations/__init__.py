@@ -1,1 +1,13 @@
-"""fp8attn in other libraries. Each module imports its library, so the rest of the package imports these modules only when they are used."""
+"""fp8attn in other libraries. A module here imports its library, so the rest of the package imports it only when it is used.
+
+| module | what |
+|---|---|
+| `transformers/` | `FP8Cache`, and attention over its pages |
+| `diffusers.py` | `fp8_transformer`: attention of Wan and Flux in 8 bits |
+| `engine/` | what a plugin of any serving engine needs; it imports no engine |
+| `vllm/`, `sglang/` | the plugins |
+| `warmup.py` | `warmup`: compiles the kernels of a model before it serves |
+| `checkpoint.py` | the tensors of a checkpoint's folder |
+
+ComfyUI's node is one file of `examples/comfyui/`.
+"""

@@ -1,1 +1,18 @@
-"""The Triton kernels. `backends` imports them when a call needs them."""
+"""The Triton and Gluon kernels (docs/kernels.md). `backends` imports them when a call needs them.
+
+| module | what |
+|---|---|
+| `append/` | writes pages |
+| `prefill/`, `decode/` | attention on Hopper: of many queries in 8 bits, of few in 16 bits |
+| `portable/` | attention on any GPU, in 16 bits |
+| `combine.py` | attention over all keys from attention over parts of them |
+| `fa3.py`, `quantize_rows.py` | the installed FlashAttention-3, and the 8-bit rows that it takes |
+| `common.py` | definitions that all kernels share |
+| `pages.py`, `view.py` | pages in shared memory; how TMA sees a tensor |
+| `rows.py`, `codec.py`, `rotation.py` | device code of rows with RoPE, of codes and scales, of the rotation |
+| `ptx.py`, `gluon.py` | inline PTX; all names of Gluon, which changes between Triton versions |
+| `operands.py` | changes of the PTX that Triton 3.9 makes |
+| `launch.py`, `counters.py` | cheap launches; counters that are zero before and after each |
+| `compile.py`, `keys.py` | compiling a recorded launch without a GPU; one key for a kernel in all processes |
+| `devices.py`, `machine.py` | the measured speed of GPUs; their properties, and where the Hopper kernels run |
+"""

@@ -6,6 +6,13 @@
 
 vLLM takes 1.0 for a scale that it does not find, mostly without a warning. So both functions raise an error for a scale that is missing,
 renamed or in a file that the index does not name. Nothing here imports vLLM.
+
+| file | what |
+|---|---|
+| `attentions.py` | the attention modules of a checkpoint |
+| `formats.py` | the names and shapes in which vLLM reads scales, and the config |
+| `fold.py` | V's means, moved into biases |
+| `overlay.py`, `check.py` | `export` writes the folder; `check` reads one back |
 """
 
 from .check import Export, check

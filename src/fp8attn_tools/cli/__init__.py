@@ -1,4 +1,12 @@
-"""The command line: `fp8attn generate | evaluate | calibrate | sensitivity | export | plan | warmup | doctor | demo`."""
+"""The command line: `fp8attn generate | evaluate | calibrate | sensitivity | export | plan | warmup | doctor | demo`.
+
+| file | what |
+|---|---|
+| `app.py` | all commands; the short ones are here |
+| `generate.py`, `evaluate.py`, `sensitivity.py`, `export.py`, `demo.py` | the others, one in each |
+| `shared.py`, `options.py`, `failure.py` | what commands share: loading and progress, options, how an error is reported |
+| `tables.py`, `page.py`, `plots.py` | results in the terminal, as a page, as pictures |
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
-"""Reports of this machine (`diagnose`), of a model (`served`), of its K and V (`examine`), of pages whose calibrated scales cut values off
-(`saturation`), and of an FP8 kernel's sums (`accumulation`)."""
+"""Reports of this machine, of a model and its K and V, of pages, and of an FP8 kernel's sums.
+
+| file | what |
+|---|---|
+| `doctor.py` | what this machine can run (`diagnose`); which models (`served`); how well K and V fit into 8 bits (`examine`) |
+| `compiler.py` | what is known of the installed Triton and ptxas |
+| `saturation.py` | how many values of pages calibrated scales cut off |
+| `accumulation.py` | how exactly an FP8 kernel sums |
+"""
 
 from .doctor import Check, diagnose, examine, offset_checks, served
 from .saturation import LayerSaturation, saturation

@@ -10,6 +10,7 @@
 | `drift` | long decoding while pages are copied, reordered and truncated |
 | `sensitivity` | what 8 bits cost in each layer, and which layers to leave in 16 bits |
 | `harness` | a model for lm-eval whose calls all go through a cache |
+| `names` | the names of caches and tasks, without imports |
 | `record` | results as JSON, with the versions, device and date of the run |
 
 Functions return dataclasses. `fp8attn_tools.cli` draws them. These modules need the extra `hf`; `ruler` and `harness` need the extra

@@ -116,7 +116,7 @@ def add_tiles(
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
         elif not CODEC.has_nan and (MASK_START or MASK_END):
-            # A page with a NaN in a token has a NaN scale (`reference._mark_nan`). Only rows that see a key of the page become NaN.
+            # A page with a NaN in a token has a NaN scale (`reference.append`). Only rows that see a key of the page become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:
