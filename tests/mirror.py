@@ -35,7 +35,6 @@ ROWS = {
     "fp8attn/integrations/checkpoint.py": ("tools/checkpoints/test_checkpoints.py",),
     "fp8attn/integrations/engine/biases.py": ("integrations/engine/test_static.py", "integrations/engine/test_marks.py"),
     "fp8attn/integrations/engine/layer.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py", "vllm/test_static.py"),
-    "fp8attn/integrations/engine/metrics.py": ("vllm/test_static.py",),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
     "fp8attn/integrations/sglang/": (
         "integrations/test_sglang.py",
