@@ -109,7 +109,7 @@ ROWS = {
 
 # The tests of what is not in `src/`, by the beginnings of paths. (A folder X has those in `tests/X`.)
 BESIDE = {
-    ("README.md", "docs/"): ("tests/test_readme.py",),
+    ("README.md", "docs/"): ("tests/test_readme.py", "tests/test_docs_names.py"),
     ("Makefile", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "CITATION.cff", ".github/", ".ci/"): ("tests/release/test_files.py",),
     ("results/",): ("tests/evidence",),
     ("tests/emulator/", "tests/support/machine_code.py"): ("tests/emulator", "tests/kernels/decode", "tests/kernels/prefill"),
