@@ -1,4 +1,4 @@
-"""FP8 attention for Hopper, for many queries: FP32 accumulation after every tile (docs/kernels.md).
+"""FP8 attention for Hopper, for many queries: FP32 accumulation after every tile (docs/prefill.md).
 
     s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor for each row and tile
     acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     p v starts from zero for each tile, so the tensor core's short
@@ -35,7 +35,7 @@ def prefill_attention(
     out: torch.Tensor | None = None,
     new_keys: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over the pages in FP8 with FP32 accumulation. docs/kernels.md describes the rounding.
+    """Attention over the pages in FP8 with FP32 accumulation. docs/prefill.md describes the rounding.
 
     Nothing is read back from the device, so lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give equal
     bits.

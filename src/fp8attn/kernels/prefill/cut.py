@@ -1,4 +1,4 @@
-"""Divides a problem into CTAs, items and parts of the keys, on the host (docs/kernels.md, "How a problem is cut")."""
+"""Divides a problem into CTAs, items and parts of the keys, on the host (docs/prefill.md, "How a problem is cut")."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .schedule import MAX_HEADS, MIN_HEADS
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a CTA for one (padded) head_dim, from measurements (docs/kernels.md)."""
+    """The shape of a CTA for one (padded) head_dim, from measurements (docs/prefill.md)."""
 
     warpgroups: int
     parts: int  # number of parts of V's channels, each of them one product; more than one if registers are scarce
