@@ -157,7 +157,7 @@ def tokens(loaded, tiny_model):
 @pytest.fixture
 def builds(monkeypatch):
     """Replaces the builds of FlashAttention-3 that there are: `builds(fa3_fwd_interface=Fake(...))`."""
-    from fp8attn.kernels import fa3
+    from fp8attn.backends import fa3
 
     def install(**fakes):
         names = {name: (fakes[name].namespace if name in fakes else "fp8attn_no_such", "fp8attn_no_such", "*.so") for name in fa3.BUILDS}

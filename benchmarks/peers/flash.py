@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fp8attn.backends import fa3 as builds
 from fp8attn.formats.codec import FP8
-from fp8attn.kernels import fa3 as builds
 
 from ..measure import MOST_DECODED
 from ..problem import Run, Shape
@@ -20,7 +20,7 @@ def forward(
     """A call of a build by the names in its schema; it returns `[T, num_q_heads, head_dim]`.
 
     Args:
-        build: one of `fp8attn.kernels.fa3.BUILDS`.
+        build: one of `fp8attn.backends.fa3.BUILDS`.
         shape: of prompts alone: one CTA reads all keys of a tile. With decode steps the build chooses how many do.
         scales: of Q, K and V in FP8, `[num_kv_heads]` each.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .formats import rotation
-from .formats.codec import FP8, Codec, finite_amax
+from .formats.codec import FP8, Codec
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE, pack_k, pack_v, unpack_k, unpack_v
 from .formats.rope import DenseRope, apply_rope
@@ -78,24 +78,6 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope
     k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     append(pages, k, v, Append(None, length, static_scales=given_bytes))
     return pages
-
-
-def quantize_rows(
-    x: torch.Tensor, *, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int, codec: Codec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """A dense `[B, H, S, D]` in 8 bits, with one scale for each sequence and group of heads."""
-    y = x.float()
-    y = rotation.rotate(y) if rotate_keys else y
-    mean = None
-    if subtract_mean:
-        mean = y.mean(2)
-        mean = torch.where(torch.isfinite(mean), mean, 0.0)
-        y = y - mean[:, :, None]
-    scale = codec.needed_scale(finite_amax(y.unflatten(1, (-1, heads_per_scale)), (2, 3, 4)))
-    codes = codec.encode(y, (1.0 / scale).repeat_interleave(heads_per_scale, 1)[..., None, None]).to(codec.dtype)
-    x_8bit = torch.empty_like(x, dtype=codec.dtype)
-    x_8bit.view(torch.uint8).copy_(codes.view(torch.uint8))
-    return x_8bit, scale, mean
 
 
 def _append_tokens(

@@ -7,11 +7,9 @@ from torch.autograd import forward_ad
 
 import fp8attn
 from fp8attn import (
-    reference,
     rope_scaled_dot_product_attention,
 )
 from fp8attn.backends import load
-from fp8attn.formats.codec import E4M3
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import DenseRope, Rope, apply_rope, dense_rope
@@ -137,24 +135,6 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
         a, b = (torch.where(x == 0xFF, 0x7F, x) for x in (a, b))  # a NaN may lose its sign
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads_per_scale", "means"), [(1, True), (2, False), (4, True)])
-def test_quantize_rows(heads_per_scale, means, backend):
-    x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
-    quantize_rows = reference.quantize_rows
-    if backend == "triton":
-        from fp8attn.kernels.quantize_rows import quantize_rows
-    x_fp8, scale, mean = quantize_rows(x, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale, codec=E4M3)
-    y = x.float()
-    assert x_fp8.dtype == torch.float8_e4m3fn
-    assert x_fp8.stride() == x.stride()
-    assert (mean is not None) == means
-    centred = y - mean[:, :, None] if means else y
-    assert torch.equal(scale, E4M3.needed_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
-    each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
-    assert torch.equal(x_fp8.float(), E4M3.quantize(centred, each).float())
 
 
 def test_refusals_of_the_dense_ops():

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import fp8attn
-from fp8attn.kernels import fa3
+from fp8attn.backends import fa3
 from fp8attn.numerics import relative_error
 from tests.support.fa3 import UPSTREAM, VLLM, Fake
 

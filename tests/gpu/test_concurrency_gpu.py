@@ -17,8 +17,7 @@ import torch
 
 import fp8attn
 from fp8attn import KVPages, PagedKVCache
-from fp8attn.formats.codec import E4M3, FP8
-from fp8attn.kernels.quantize_rows import quantize_rows
+from fp8attn.formats.codec import FP8
 from tests.support.kernel_cases import cumulative, poison_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -246,7 +245,6 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
     angle = torch.randn(700, 64).to(device)
     tables = angle.cos(), angle.sin()
     found["from_dense"] = tokens_of(fp8attn.from_dense(k, v, backend=backend), [700, 700])
-    found["quantize_rows"] = list(quantize_rows(k, rotate_keys=False, subtract_mean=True, heads_per_scale=1, codec=E4M3))
     q8, k8, v8 = (x.to(FP8) for x in (q, k, v))
     found["sdpa_quantized"] = [fp8attn.scaled_dot_product_attention_quantized(q8, k8, v8, True, backend=backend)]
     for causal in (False, True):

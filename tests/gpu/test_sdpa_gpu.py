@@ -7,16 +7,14 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import fp8attn
-from fp8attn import fallback_reason, reference, rope_scaled_dot_product_attention, scaled_dot_product_attention
+from fp8attn import fallback_reason, rope_scaled_dot_product_attention, scaled_dot_product_attention
 from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.backends import select_backend
-from fp8attn.formats.codec import codec_of
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
-from fp8attn.kernels.quantize_rows import quantize_rows
 from fp8attn.numerics import sqnr_db
 from fp8attn.params import AttentionParams
-from tests.support.kernel_cases import case_id, pairwise, poison_empty, random_tokens
+from tests.support.kernel_cases import case_id, pairwise, poison_empty
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)
@@ -81,20 +79,6 @@ def test_from_dense_writes_the_references_bytes(how, means, keys):
         a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))
         assert torch.equal(a[:, :length], b[:, :length])
         assert name == "k" or not a[:, length:].any(), "V's tail must be finite"
-
-
-@pytest.mark.parametrize(("dtype", "rotate"), [("e4m3", False), ("e4m3", True), ("int8", True)])
-@pytest.mark.parametrize("means", [False, True])
-def test_quantize_rows_is_the_references(means, dtype, rotate):
-    x = random_tokens(2 * 700, 4, 128, torch.bfloat16, CUDA).unflatten(0, (2, 700)).transpose(1, 2)
-    given = {"subtract_mean": means, "heads_per_scale": 2, "codec": codec_of(dtype), "rotate_keys": rotate}
-    ours, theirs = (quantize_rows(x, **given), reference.quantize_rows(x, **given))
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5 if means and dtype == "int8" else 0, atol=0)  # of what is left without means
-    if means:  # their sums are in another order: a byte at a tie may differ
-        torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=1.2e-5 * float(x.abs().max()))
-        assert (ours[0].view(torch.uint8) != theirs[0].view(torch.uint8)).float().mean() < 1e-3
-    else:
-        assert torch.equal(ours[0].view(torch.uint8), theirs[0].view(torch.uint8))
 
 
 @pytest.mark.parametrize("length", [1000, 2100])  # so many pages let attention begin before they are written

@@ -16,12 +16,11 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
-from fp8attn.formats.codec import CODECS, E4M3, FP8, INT8
+from fp8attn.formats.codec import CODECS, E4M3, FP8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import DenseRope, Rope
 from fp8attn.kernels import append, combine, portable
-from fp8attn.kernels import quantize_rows as rows
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
@@ -85,12 +84,6 @@ def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int
     append.from_dense(x, x, form, rope)
 
 
-def quantize_rows(head_dim: int, dtype, rotate=False) -> None:
-    """Quantizes rows of a dense K. If they are rotated, it is in INT8 and with a mean."""
-    options = dict(rotate_keys=rotate, subtract_mean=rotate, heads_per_scale=4, codec=INT8 if rotate else E4M3)
-    rows.quantize_rows(torch.zeros(2, 8, 300, head_dim, dtype=dtype), **options)
-
-
 def cases() -> dict[str, tuple]:
     """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere. What appends and
     quantizes has the same tiles for 80 channels as for 96, and for 192 as for 256."""
@@ -108,7 +101,7 @@ def cases() -> dict[str, tuple]:
         }
         if head_dim in (80, 192):
             continue
-        if head_dim == 512:  # dense calls do not take it, so no rows are quantized
+        if head_dim == 512:
             found |= {
                 f"D{head_dim} step": (append_tokens, head_dim, other, 16, {}),
                 f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {}),
@@ -123,7 +116,6 @@ def cases() -> dict[str, tuple]:
             f"D{head_dim} dense rope": (from_dense, head_dim, dtype, {"rotary": head_dim, "interleaved": i % 4 == 1}),
             f"D{head_dim} step e4m3": (append_tokens, head_dim, dtype, 1, {"key_dtype": "e4m3", "rotate": i % 2 == 1}),
             f"D{head_dim} dense e4m3": (from_dense, head_dim, other, {"key_dtype": "e4m3", "rotate": i % 2 == 0}),
-            f"D{head_dim} rows": (quantize_rows, head_dim, other, {"rotate": i % 2 == 1}),
         }
     found["D128 dense fp8"] = from_dense, 128, FP8, {}
     found["D96 dense fp8"] = from_dense, 96, FP8, {}  # a masked load of FP8
@@ -148,7 +140,7 @@ def cases() -> dict[str, tuple]:
 
 SAMPLE = (  # each kernel; of attention, tiles of few rows and of many
     *("D128 rows4", "D128 rows128 e4m3", "D256 rows4 e4m3"),
-    *("D128 step", "D128 prompt", "D128 rows", "D128 dense rope", "D96 dense fp8"),
+    *("D128 step", "D128 prompt", "D128 dense rope", "D96 dense fp8"),
 )
 
 
@@ -159,7 +151,7 @@ def launches(target: str, name: str) -> list[Launch]:
     gpu, shared_memory, native = TARGETS[target]
     with dry() as (found, patch):
         patch.setattr(torch.version, "hip", "7.0" if gpu.backend == "hip" else None)
-        for module in (portable, combine, append, rows):
+        for module in (portable, combine, append):
             patch.setattr(module, "is_native", lambda device: native)
         patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(append, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))

@@ -17,7 +17,6 @@ from fp8attn.kernels import portable
 from fp8attn.kernels.append import append, from_dense
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import Machine
-from fp8attn.kernels.quantize_rows import quantize_rows
 from fp8attn.params import Append
 from tests.support.interpreted import ARGUMENTS, QUIET, cache_and_queries, dynamo_knows_torch, poisoned  # noqa: F401
 from tests.support.kernel_cases import clone
@@ -60,7 +59,7 @@ def test_decode_has_work_for_a_slice_of_a_gpu():
 def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     """Only the first dimension of a CUDA grid goes beyond 65,535."""
     monkeypatch.setattr(portable, "_device", lambda device: (132, 232448, True))
-    for module in ("append", "combine", "portable", "quantize_rows"):
+    for module in ("append", "combine", "portable"):
         monkeypatch.setattr(f"fp8attn.kernels.{module}.is_native", lambda device: True)
     monkeypatch.setattr("fp8attn.kernels.append.num_sms", lambda device: 132)
     monkeypatch.setattr("fp8attn.kernels.append.machine", lambda device: Machine(132, 232448, True))
@@ -73,7 +72,6 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     with recording(dry=True) as launches:
         pages = from_dense(x, x, KVFormat(64), rope)
         from_dense(x.to(FP8), x.to(FP8), KVFormat(64, E4M3, rotate=False))
-        quantize_rows(x, rotate_keys=True, subtract_mean=True, heads_per_scale=1, codec=E4M3)
         append(pages, tokens, tokens, Append(None, 1))
         append(pages, prompt, prompt, Append(None, 40))
         append(pages, prompt, prompt, Append(bounds, 40))

@@ -24,13 +24,13 @@ import torch
 from ..errors import UsageError
 from ..formats.page_layout import HEAD_DIMS
 from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
+from . import fa3
 from .base import Backend
-from .fa3 import FlashAttention3
 from .hopper import Hopper
 from .reference import Reference
 from .triton import Triton
 
-__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "find", "load", "load_fa3", "select_backend", "unsupported_reason"]
+__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "fa3", "find", "load", "select_backend", "unsupported_reason"]
 
 _CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Triton, Reference)}
 
@@ -48,14 +48,15 @@ def unsupported_reason(
     """
     check_backend(backend, DENSE_BACKENDS)
     device, reason = torch.device(device), None
+    if backend == "fa3":
+        return fa3.unsupported_reason(device, dtype)
     for name in _tried(backend, device):
-        tried = FlashAttention3 if name == FlashAttention3.name else _CLASSES[name]
-        if (reason := tried.unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
+        if (reason := _CLASSES[name].unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
             return None
     return reason
 
 
-def _tried(backend: DenseBackendName, device: torch.device) -> tuple[DenseBackendName, ...]:
+def _tried(backend: BackendName, device: torch.device) -> tuple[BackendName, ...]:
     """The backends that a name means, in order."""
     if backend == "auto":
         return ("reference",) if device.type == "cpu" else ("hopper", "triton")
@@ -73,7 +74,7 @@ def select_backend(
         UsageError: the backend cannot serve this; the message has the reason.
     """
     device = torch.device(device)
-    if backend == FlashAttention3.name:
+    if backend == "fa3":
         raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
     check_backend(backend)
     for name in _tried(backend, device):
@@ -100,15 +101,3 @@ def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, head_d
 
 # The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments for mypy.
 find: Callable[[BackendName, torch.device, torch.dtype, int], Backend] = cache(_find)
-
-
-def load_fa3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
-    """The installed FlashAttention-3.
-
-    Raises:
-        UsageError: it cannot serve this; the message has the reason.
-    """
-    reason = unsupported_reason("fa3", device, dtype)
-    if reason is not None:
-        raise UsageError(f"backend 'fa3' cannot run here: {reason}")
-    return FlashAttention3()

@@ -158,7 +158,7 @@ def scaled_dot_product_attention(
         key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3. `"fa3"` has no INT8, so its keys are always E4M3.
         rotate_keys: rotate queries and keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change
             scores.
-        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`kernels/fa3.py`). A backend
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`backends/fa3.py`). A backend
             other than `"auto"` refuses calls that have a `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype and memory order.

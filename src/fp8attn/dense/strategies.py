@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from ..backends import Backend, find, load_fa3
+from ..backends import Backend, fa3, find
 from ..formats.codec import E4M3, FP8
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import NARROW_HEAD_DIMS
@@ -39,8 +39,8 @@ def fp8_strategy(
 ) -> Attend:
     """Attention of E4M3 queries over E4M3 K and V. The output is BF16."""
     if backend == "fa3":
-        fa3 = load_fa3(k.device, torch.bfloat16)
-        return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
+        fa3.check(k.device, torch.bfloat16)
+        return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale)
     paged = find(backend, k.device, torch.bfloat16, k.shape[3])
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
@@ -75,19 +75,19 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rota
     Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
     shifts all scores of a query by the same number, which cancels in the softmax.
     """
-    fa3 = load_fa3(k.device, k.dtype)
+    fa3.check(k.device, k.dtype)
     if rope is not None:  # in torch, and K is rounded to its dtype
         (cos, sin, interleaved), (q_cos, q_sin, _) = rope.k, rope.q
         k = apply_rope(k, cos[:, None], sin[:, None], interleaved=interleaved)
         rope.out.copy_(apply_rope(rope.queries, q_cos[:, None], q_sin[:, None], interleaved=interleaved))
-    k, k_scale, _ = fa3.quantize_rows(k, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1)
-    v, v_scale, v_mean = fa3.quantize_rows(v, rotate_keys=False, subtract_mean=True, heads_per_scale=1)
+    k, k_scale, _ = fa3.quantize(k, rotate_keys=rotate_keys, subtract_mean=True, heads_per_scale=1)
+    v, v_scale, v_mean = fa3.quantize(v, rotate_keys=False, subtract_mean=True, heads_per_scale=1)
     assert v_mean is not None
 
     def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
-        q_fp8, q_scale, _ = fa3.quantize_rows(q, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
-        out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal, softmax_scale)
+        q_fp8, q_scale, _ = fa3.quantize(q, rotate_keys=rotate_keys, subtract_mean=False, heads_per_scale=group)
+        out = fa3.attention(q_fp8, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale)
         out.unflatten(1, (-1, group)).add_(v_mean[:, :, None, None])
         return out.to(q.dtype)
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from fp8attn.backends import fa3
 from fp8attn.dense import scaled_dot_product_attention_quantized
 from fp8attn.formats.codec import FP8
-from fp8attn.kernels import fa3
 from fp8attn.numerics import relative_error
 
 LENGTHS = tuple(1 << e for e in range(10, 18))  # 1,024 to 131,072 tokens
@@ -84,22 +85,12 @@ def kernels() -> dict[str, Attend]:
     found = {"fp8attn hopper": lambda q, k, v: scaled_dot_product_attention_quantized(q, k, v, backend="hopper")}
     for name in fa3.BUILDS:
         try:
-            found[f"FlashAttention-3 ({name})"] = _rows(fa3.find(name))
+            found[f"FlashAttention-3 ({name})"] = partial(fa3.attention, causal=False, softmax_scale=1.0, build=fa3.find(name))
         except LookupError:
             continue
     if torch.nn.attention.current_flash_attention_impl() == "FA3":
         found["PyTorch's quantized SDPA"] = _pytorch
     return found
-
-
-def _rows(build: fa3.Build) -> Attend:
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.empty_like(q, dtype=torch.bfloat16)
-        fa3.attention(q, k, v, causal=False, softmax_scale=1.0, out=out, build=build)
-        return out.transpose(1, 2)
-
-    return attend
 
 
 def _pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 import fp8attn
-from fp8attn.backends import DENSE_BACKENDS, unsupported_reason
+from fp8attn.backends import DENSE_BACKENDS, fa3, unsupported_reason
 from fp8attn.extras import hint
 from fp8attn.formats.page_layout import HEAD_DIMS, NARROW_HEAD_DIMS
-from fp8attn.kernels import fa3
 from fp8attn.scales import ranges
 
 from . import accumulation, compiler

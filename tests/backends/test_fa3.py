@@ -3,18 +3,17 @@
 import pytest
 import torch
 
-from fp8attn.formats.codec import FP8
-from fp8attn.kernels import fa3
+from fp8attn.backends import fa3
+from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.numerics import relative_error
 from fp8attn_tools.diagnostics import accumulation
 from fp8attn_tools.diagnostics.accumulation import Accumulation, measure
 from tests.support.fa3 import UPSTREAM, VLLM, Fake, exact
 
 
-def attend(q, *args, **options):
-    out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16)
-    fa3.attention(q, *args, **options, out=out)
-    return out
+def attend(q, k, v, *scales, **options):
+    """Of rows `[B, S, heads, D]`."""
+    return fa3.attention(*(x.transpose(1, 2) for x in (q, k, v)), *scales, **options).transpose(1, 2)
 
 
 def rows(batch=2, heads=4, kv_heads=2, q_len=7, kv_len=19, head_dim=16):
@@ -54,13 +53,26 @@ def test_scales_may_be_left_out(builds):
     assert relative_error(attend(q, k, v, causal=False, softmax_scale=1.0), exact(q, k, v, 1.0, False)) <= 2**-8
 
 
-def test_the_output_may_lie_in_any_order(builds):
+def test_the_output_has_the_memory_order_of_the_queries(builds):
     """vLLM's build writes sequences one after another. For another memory order, the output is copied."""
     builds(vllm=Fake(VLLM))
     (q, k, v), _ = rows()
-    out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
-    fa3.attention(q, k, v, causal=False, softmax_scale=1.0, out=out)
+    out = attend(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, causal=False, softmax_scale=1.0)
+    assert out.transpose(1, 2).is_contiguous()
     assert torch.equal(out, attend(q, k, v, causal=False, softmax_scale=1.0))
+
+
+@pytest.mark.parametrize(("heads_per_scale", "means"), [(1, True), (2, False), (4, True)])
+def test_quantize(heads_per_scale, means):
+    x = (torch.randn(2, 150, 4, 64) * torch.tensor([1.0, 30.0, 0.01, 1.0])[:, None] + 2).half().transpose(1, 2)
+    x_fp8, scale, mean = fa3.quantize(x, rotate_keys=False, subtract_mean=means, heads_per_scale=heads_per_scale)
+    y = x.float()
+    assert x_fp8.dtype == FP8 and x_fp8.stride() == x.stride()
+    assert (mean is not None) == means
+    centred = y - mean[:, :, None] if means else y
+    assert torch.equal(scale, E4M3.needed_scale(centred.unflatten(1, (-1, heads_per_scale)).abs().amax((2, 3, 4))))
+    each = scale.repeat_interleave(heads_per_scale, 1)[..., None, None]
+    assert torch.equal(x_fp8.float(), E4M3.quantize(centred, each).float())
 
 
 def test_builds_are_chosen_in_order(builds):
