@@ -6,7 +6,6 @@
 | `prefill/`, `decode/` | attention on Hopper: of many queries in 8 bits, of few in 16 bits |
 | `portable/` | attention on any GPU, in 16 bits |
 | `combine.py` | attention over all keys from attention over parts of them |
-| `fa3.py`, `quantize_rows.py` | the installed FlashAttention-3, and the 8-bit rows that it takes |
 | `common.py` | definitions that all kernels share |
 | `pages.py`, `view.py` | pages in shared memory; how TMA sees a tensor |
 | `rows.py`, `codec.py`, `rotation.py` | device code of rows with RoPE, of codes and scales, of the rotation |
