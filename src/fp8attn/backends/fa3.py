@@ -57,7 +57,7 @@ class Build:
     neutral: tuple
     positions: Mapping[str, int]
 
-    def __call__(self, **arguments) -> None:
+    def __call__(self, **arguments: object) -> None:
         """Run the op on arguments given by the names in its schema."""
         args = list(self.neutral)
         for name, x in arguments.items():
