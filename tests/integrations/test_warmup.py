@@ -8,8 +8,8 @@ from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
 
 import fp8attn
 from fp8attn.integrations import warmup
-from fp8attn.precompile import compiler
 from fp8attn.precompile.target import aim
+from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 pytest.importorskip("typer")
@@ -21,24 +21,37 @@ from fp8attn_tools.cli.app import app
 SHAPE = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 
 
+FEW_CALLS = """
+import json, sys
+from pathlib import Path
+import fp8attn
+from fp8attn.precompile import calls
+from fp8attn_tools.cli.app import app
+from typer.testing import CliRunner
+calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,)
+folder, reported = Path(sys.argv[1]), []
+shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+first = fp8attn.warmup(**shape, target="sm_80", progress=lambda *counts: reported.append(counts))
+files = [len([*folder.glob("*/*.cubin")])]
+again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "8,2,64", "--target", "sm_80", "--json"]).stdout)
+files.append(len([*folder.glob("*/*.cubin")]))
+try:
+    fp8attn.warmup(**shape, target="sm_90")
+except fp8attn.UsageError as error:
+    refused = str(error)
+print(json.dumps({"first": first, "again": again["kernels"], "reported": reported, "files": files, "refused": refused}))
+"""
+
+
 @pytest.mark.slow
-def test_a_kernel_is_compiled_and_then_found(tmp_path, monkeypatch):
-    """All steps, for a few calls of the portable kernels."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    few_calls = (
-        "from fp8attn.precompile import calls, compiler; calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,); "
-        "compiler.serve()"
-    )
-    monkeypatch.setattr(compiler, "SERVE", few_calls)
-    reported = []
-    shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    first = fp8attn.warmup(**shape, target="sm_80", progress=lambda done, total: reported.append((done, total)))
-    assert {kernel.name for kernel in first} == {"portable_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
-    assert reported == [(done, len(first)) for done in range(len(first) + 1)]
-    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
-    again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "8,2,64", "--target", "sm_80", "--json"]).stdout)
-    assert sorted(kernel["name"] for kernel in again["kernels"]) == sorted(kernel.name for kernel in first)
-    assert len(list(tmp_path.glob("*/*.cubin"))) == len(first)
+def test_a_kernel_is_compiled_and_then_found(tmp_path):
+    """All steps, for a few calls of the portable kernels, in a process without the interpreter."""
+    found = json.loads(compiling.run("-c", FEW_CALLS, tmp_path, TRITON_CACHE_DIR=str(tmp_path)))
+    names = sorted(name for name, _ in found["first"])
+    assert {*names} == {"portable_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
+    assert found["reported"] == [[done, len(names)] for done in range(len(names) + 1)]
+    assert found["files"] == [len(names)] * 2 and sorted(kernel["name"] for kernel in found["again"]) == names
+    assert "this process has planned launches for another GPU than sm_90" in found["refused"]
 
 
 @pytest.mark.parametrize("shape", ["32,8", "32,8,128,1", "32,x,128"])
@@ -47,11 +60,31 @@ def test_a_shape_is_three_numbers(shape):
     assert result.exit_code == 2 and "--shape must be" in result.output
 
 
-def test_a_compiler_that_fails_is_an_error(monkeypatch, capfd):
-    monkeypatch.setattr(compiler, "SERVE", "raise SystemExit('no compiler here')")
-    with pytest.raises(RuntimeError, match="exit code 1; its message is above"):
+@pytest.mark.slow
+def test_a_compiler_that_fails_is_an_error():
+    """Each kernel is tried, and Triton's error is raised."""
+    program = """
+from fp8attn.kernels import compile
+from fp8attn.precompile import calls
+import fp8attn
+calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,)
+def fail(*given):
+    raise OSError("no compiler here")
+compile.loaded = fail
+try:
+    fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64, target="sm_80")
+except OSError as error:
+    print(error)
+"""
+    assert compiling.run("-c", program) == "no compiler here\n"
+
+
+def test_the_interpreter_compiles_nothing(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    with pytest.raises(fp8attn.UsageError, match="TRITON_INTERPRET=1 interprets them: unset it"):
         fp8attn.warmup(**SHAPE, target="sm_80")
-    assert "no compiler here" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

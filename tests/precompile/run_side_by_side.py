@@ -12,14 +12,15 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from fp8attn.kernels import compile
-from fp8attn.kernels.machine import plan_for
+from fp8attn.kernels import compile, machine
 from fp8attn.precompile import calls, first
 from fp8attn.precompile.target import TARGETS
 
@@ -30,6 +31,7 @@ CALLS: list[Callable[[], None]] = [
     partial(calls.attend, LAYER, 1, 1, 0),
 ]
 FAILS = "_combine_kernel"
+GPU: Any = SimpleNamespace(type="cuda", index=None)  # the driver is replaced, and threads need no current device
 
 
 class Terminal(io.StringIO):
@@ -38,7 +40,9 @@ class Terminal(io.StringIO):
 
 
 def main() -> None:
-    plan_for(TARGETS["sm_80"])
+    machine.machine = lambda device: TARGETS["sm_80"]
+    torch.cuda.is_current_stream_capturing = lambda: False
+    machine.plan_for(TARGETS["sm_80"])
     logged = io.StringIO()
     logging.basicConfig(stream=logged, format="%(levelname)s %(message)s", level=logging.INFO)
     compiled: list[str] = []
@@ -52,12 +56,12 @@ def main() -> None:
         return loaded(kernel, *args)
 
     launches = first.record(CALLS, None)
-    with compile._active(compile._Driver(GPUTarget("cuda", 80, 32))), patch.object(sys, "stderr", Terminal()) as terminal:
+    with compile.compiling_for(GPUTarget("cuda", 80, 32)), patch.object(sys, "stderr", Terminal()) as terminal:
         with patch.object(compile, "loaded", load), patch.object(first, "QUIET", 0.0):
-            first.compile_side_by_side(launches, None)
+            first.prepare(GPU, CALLS)
         shown = terminal.getvalue()
         left = [made.kernel.fn.__name__ for made in first.record(CALLS, None).values()]
-        first.compile_side_by_side(first.record(CALLS, None), None)
+        first.prepare(GPU, CALLS)
     print(json.dumps({
         "names": [made.kernel.fn.__name__ for made in launches.values()], "compiled": compiled, "threads": sorted(threads), "left": left,
         "shown": shown, "logged": logged.getvalue(), "at last": list(first.record(CALLS, None)), "alive": threading.active_count(),

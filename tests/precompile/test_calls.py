@@ -22,3 +22,10 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
     for case in WITHOUT_DENSE:
         assert not cases[case]["only dense"], case
         assert len(cases[case]["kernels"]) < len(cases["llama"]["kernels"])
+
+
+def test_no_length_launches_a_kernel_that_is_not_listed():
+    """Every length to 300, and 200 up to 131,072: prompts, chunks, appends, and dense calls also of other numbers of keys than queries."""
+    found = json.loads(compiling.run("-m", "tests.precompile.run_lengths"))
+    assert all(case["launches"] > 5000 for case in found.values())
+    assert {name: case["missing"] for name, case in found.items() if case["missing"]} == {}

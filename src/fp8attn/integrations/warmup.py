@@ -32,11 +32,10 @@ def warmup(
     overflows: bool = False,
     attention: Collection[AttentionOption] = (),
     target: str | None = None,
-    load_kernels: bool = False,
-    processes: int | None = None,
+    threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
-    """Compile all kernels that a model's attention layers and their caches use, in parallel, into Triton's cache on disk.
+    """Compile all kernels that a model's attention layers and their caches use, in threads, into Triton's cache on disk.
 
     Kernels are compiled for:
 
@@ -51,8 +50,8 @@ def warmup(
     operands (`scaled_dot_product_attention_quantized`, FP8 queries); and for pages of your own whose options no cache of the model has.
     Such a call works, and compiles its kernel when it runs.
 
-    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. Any process,
-    also this one, loads the kernels from the cache when it first launches them.
+    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. This process
+    then has them all; another one reads a kernel from the cache when it first launches it.
 
     Args:
         config: a transformers config, which has the shapes of its layers, softcap and sinks. None: give the shape.
@@ -61,7 +60,8 @@ def warmup(
         dtype: the model's dtype, bfloat16 or float16.
         backend: `"auto"`, `"hopper"` or `"triton"`, as in the calls.
         key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
-        means: also compile for static means of K, of V and of both (models with biases), four times as many kernels.
+        means: also compile for static means of K and V (models with biases), twice as many kernels. `FP8Cache` and the plugins of engines
+            have both in a layer or none; a `PagedKVCache` with one of them compiles its kernels when it runs.
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
         advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
             of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
@@ -69,18 +69,18 @@ def warmup(
         attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a model whose
             sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact),
             `"batch_invariant"` (instead of attention that is not).
-        target: an architecture to compile for without a GPU, such as `"sm_90"`. The folder of Triton's cache can then be copied to a
-            machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
+        target: an architecture to compile for without a GPU, such as `"sm_90"`, one in a process. The folder of Triton's cache can then be
+            copied to a machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
             first launch, which needs the GPU's driver.)
-        load_kernels: also load the kernels in this process, so that no later call reads them from disk. Needs the GPU.
-        processes: number of processes that compile in parallel. Default: one for each core that this process may use.
+        threads: number of threads that compile. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
         The kernels.
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the shape is missing, or there are no kernels for the device, target, dtype or shape.
-        RuntimeError: a kernel did not compile; the message is the compiler's.
+        UsageError: the shape is missing; there are no kernels for the device, target, dtype or shape; this process runs Triton's
+            interpreter, or has planned launches for another GPU.
+        Exception: a kernel did not compile; Triton's error.
     """
     given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     given = {name: value for name, value in given.items() if value is not None}
@@ -100,12 +100,10 @@ def warmup(
         shapes, windowed = dict.fromkeys([(num_q_heads, num_kv_heads, head_dim)]), set()
     if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
-    if load_kernels and target is not None:
-        raise UsageError(f"kernels for another GPU cannot be loaded here: leave out load_kernels or target={target!r}")
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
         raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
-    of_k_and_v = [(True, True)] if static_scales else [(False, False), (False, True), (True, False), (True, True)]
+    has_means = [True] if static_scales else [False, True] if means else [False]
     layers: list[Layer] = []
     for shape in shapes:
         layer = Layer(
@@ -114,8 +112,8 @@ def warmup(
         )  # fmt: skip
         has = frozenset([*attention, *(("window",) if shape in windowed else ())])
         layers += [
-            replace(layer, k_mean=k_mean, v_mean=v_mean, attention=options)
-            for k_mean, v_mean in (of_k_and_v if means else of_k_and_v[:1])
+            replace(layer, k_mean=mean, v_mean=mean, attention=options)
+            for mean in has_means
             for options in dict.fromkeys((has - {"window"}, has))
         ]
-    return compile_kernels(layers, device, target=target, load_kernels=load_kernels, processes=processes, progress=progress)
+    return compile_kernels(layers, device, target=target, threads=threads, progress=progress)

@@ -12,10 +12,9 @@ So Triton's cache on disk has each compiled kernel under the key that a launch u
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -64,6 +63,11 @@ def _active(replacement: _Driver) -> Iterator[None]:
         driver.set_active(before)
 
 
+def compiling_for(target: GPUTarget) -> AbstractContextManager[None]:
+    """Make Triton compile for `target` for a while, in all threads, without a GPU."""
+    return _active(_Driver(target))
+
+
 def compiled(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget = HOPPER) -> CompiledKernel:
     """The kernel that Triton compiles for `kernel[grid](*args, **constants)` on a GPU of `target`.
 
@@ -83,7 +87,7 @@ def compiled(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, A
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel!r} cannot be compiled. Unset TRITON_INTERPRET before Triton is imported.")
-    with _active(_Driver(target)):
+    with compiling_for(target):
         return loaded(kernel, args, constants)
 
 
@@ -97,17 +101,6 @@ def loaded(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any
 def ptxas_version(target: GPUTarget) -> str:
     """What ptxas says of its version; empty for other vendors. Triton asks once in a process, and a kernel's key has the answer."""
     return get_ptxas_version(target.arch) if target.backend == "cuda" else ""
-
-
-def use_ptxas(target: GPUTarget, version: str) -> None:
-    """Compile with the ptxas of that version, and not with the one that the environment names.
-
-    torch.compile sets TRITON_PTXAS_PATH to torch's own ptxas, for this process and its children. But a process that asked Triton's ptxas
-    for its version before keeps that version in the keys of kernels.
-    """
-    if ptxas_version(target) != version:
-        os.environ.pop("TRITON_PTXAS_PATH", None)
-        get_ptxas_version.cache_clear()
 
 
 def _argument(x: Any) -> Any:
@@ -127,13 +120,6 @@ def build_launcher(program: CompiledKernel) -> None:
     module, launcher = _driver(program.metadata.target)
     if hasattr(module, "make_launcher") and _links(module):
         getattr(module, launcher)(program.src, program.metadata)
-
-
-def build_driver(target: GPUTarget) -> None:
-    """Build Triton's own C functions, which the first launch compiles, if there is a libcuda to link with."""
-    module, _ = _driver(target)
-    if _links(module):
-        backends[_BACKENDS[target.backend][0]].driver()
 
 
 _BACKENDS = {"cuda": ("nvidia", "CudaLauncher"), "hip": ("amd", "HIPLauncher")}

@@ -36,11 +36,11 @@ def plan_for(planned: Machine) -> None:
     _planned = planned
 
 
-def plans_are_for(device: torch.device) -> bool:
-    """Whether plans for the device "meta" are plans for this GPU. If there is no machine yet, this GPU becomes it."""
+def plans_are_for(planned: Machine) -> bool:
+    """Whether plans for the device "meta" are plans for this machine. If there is none yet, this becomes it."""
     if _planned is None:
-        plan_for(machine(device))
-    return _planned == machine(device)
+        plan_for(planned)
+    return _planned == planned
 
 
 @lru_cache

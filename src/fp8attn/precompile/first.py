@@ -1,8 +1,8 @@
-"""Compiles the kernels of a cache's next calls side by side, in threads, before the first of these calls.
+"""Compiles kernels side by side, in threads: those of a cache's next calls before the first of these, and those of `warmup`.
 
 Triton compiles a kernel when it is first launched, so a new process would compile the kernels of its first prompt one after another.
-`prepare` records the launches of calls that will be made, and compiles each new kernel in a thread of its own. LLVM and ptxas, which take
-most of the time, do not hold Python's lock. A kernel that is in Triton's cache on disk takes milliseconds; one that this process has
+`prepare` records the launches of calls that will be made, and compiles each new kernel in a thread of its own. MLIR, LLVM and ptxas, which
+take most of the time, do not hold Python's lock. A kernel that is in Triton's cache on disk takes milliseconds; one that this process has
 prepared costs nothing.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 QUIET = 1.0  # seconds before progress is shown: kernels on disk load in less
 
 _ready: set[tuple] = set()  # the GPU's index and the specialization of each kernel that was prepared
-_one_at_a_time = Lock()  # two threads that make the same first calls compile once
+one_at_a_time = Lock()  # two threads that make the same first calls compile once
 
 
 def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
@@ -42,11 +42,17 @@ def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """
     if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return
-    from ..kernels.machine import plans_are_for
+    from ..kernels.machine import machine, plans_are_for
 
-    with _one_at_a_time:
-        if plans_are_for(device):
-            compile_side_by_side(record(calls, device.index), device.index)
+    with one_at_a_time:
+        if plans_are_for(machine(device)):
+            launches = record(calls, device.index)
+            for key, job in compile_side_by_side(launches, device.index).items():
+                if (error := job.exception()) is not None:
+                    logger.warning(
+                        "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
+                        launches[key].kernel.fn.__name__, type(error).__name__, (str(error).strip() or "no message").splitlines()[0],
+                    )  # fmt: skip
 
 
 def record(calls: Iterable[Callable[[], None]], index: int | None) -> dict[tuple, Launch]:
@@ -61,36 +67,45 @@ def record(calls: Iterable[Callable[[], None]], index: int | None) -> dict[tuple
     return {key: launch for key, launch in found.items() if key not in _ready}
 
 
-def compile_side_by_side(launches: dict[tuple, Launch], index: int | None) -> None:
-    """Compile these kernels for the GPU with this index in threads, and show progress if it takes longer than a moment."""
+def compile_side_by_side(
+    launches: dict[tuple, Launch],
+    index: int | None,
+    wait_for: Callable[[set[Future[float]]], None] | None = None,
+    threads: int | None = None,
+) -> dict[tuple, Future[float]]:
+    """Compile these kernels in threads, for the GPU with this index, or for Triton's current driver without one.
+
+    Args:
+        wait_for: waits until the jobs have ended. Default: it shows progress if this takes longer than a moment.
+        threads: how many compile at a time. Default: one for each core.
+    Returns:
+        The jobs, which have ended: seconds, or what Triton raised.
+    """
     from ..kernels.compile import build_launcher, loaded
     from ..kernels.keys import compute_key
 
     if not launches:
-        return
+        return {}
     for made in launches.values():
         compute_key(made.kernel)  # in one thread: its keys depend on what it has computed
 
-    def compile(made: Launch) -> None:
+    def compile(made: Launch) -> float:
+        begun = time.perf_counter()
         with torch.accelerator.device_index(index):  # each thread has a current device of its own
             build_launcher(loaded(made.kernel, made.args, made.constants))
+        return time.perf_counter() - begun
 
-    pool = ThreadPoolExecutor(min(len(launches), cores()), "fp8attn-compile")
+    pool = ThreadPoolExecutor(min(len(launches), threads or cores()), "fp8attn-compile")
+    slowest_first = sorted(launches, key=lambda key: not launches[key].kernel.fn.__name__.startswith("prefill"))
     try:
-        jobs = {pool.submit(compile, made): key for key, made in launches.items()}
-        _wait(set(jobs))
+        jobs = {key: pool.submit(compile, launches[key]) for key in slowest_first}
+        (wait_for or _wait)({*jobs.values()})
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for kernels that compile
         raise
     pool.shutdown()  # no thread is left when the caller may fork
-    for job, key in jobs.items():
-        if (error := job.exception()) is None:
-            _ready.add(key)
-        else:
-            logger.warning(
-                "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
-                launches[key].kernel.fn.__name__, type(error).__name__, (str(error).strip() or "no message").splitlines()[0],
-            )  # fmt: skip
+    _ready.update(key for key, job in jobs.items() if job.exception() is None)
+    return jobs
 
 
 def _wait(jobs: set[Future[Any]]) -> None:

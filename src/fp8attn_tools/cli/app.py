@@ -229,8 +229,8 @@ def warmup(
     exact: Annotated[bool, typer.Option(help="Exact attention (exact=True of a cache) instead of the other.")] = False,
     batch_invariant: Annotated[bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")] = False,
     target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
-    processes: Annotated[
-        int | None, typer.Option(help="Processes that compile at the same time. Default: one for each core.", min=1)
+    threads: Annotated[
+        int | None, typer.Option(help="Kernels that are compiled at the same time. Default: one for each core.", min=1)
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -259,13 +259,13 @@ def warmup(
     with progress("kernels") as tick:
         kernels = run(
             **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
-            static_scales=static_scales, attention=options, target=target, processes=processes, progress=tick,
+            static_scales=static_scales, attention=options, target=target, threads=threads, progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
     if as_json:
         print_json({"seconds": seconds, "kernels": [kernel._asdict() for kernel in kernels]})
         return
-    out.print(f"{len(kernels)} kernels in {seconds:.0f} s ({sum(kernel.seconds for kernel in kernels):.0f} s of one core)")
+    out.print(f"{len(kernels)} kernels in {seconds:.0f} s")
 
 
 @app.command()

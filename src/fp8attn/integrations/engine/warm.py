@@ -59,7 +59,7 @@ def _compile(
     )  # fmt: skip
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    load = partial(warmup, **given, device=device, load_kernels=True)
+    load = partial(warmup, **given, device=device)
     kernels = _first(folder, (given, metadata.version("fp8attn"), triton.__version__), load) or load()
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
 

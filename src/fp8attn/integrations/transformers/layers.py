@@ -80,6 +80,9 @@ class FP8Layers:
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
         scales = [layer.scales for layer in self.layers if layer.scales is not None]
+        means = [mean for layer in self.layers for mean in (layer.k_mean, layer.v_mean)]
+        if any(mean is not None for mean in means):  # zeros for the others: all layers then have the same kernels
+            means = [torch.zeros(num_kv_heads, head_dim) if mean is None else mean for mean in means]
         self.paged = PagedKVCache(
             num_kv_heads,
             head_dim,
@@ -89,8 +92,8 @@ class FP8Layers:
             window=self.window,
             key_dtype=self.key_dtype,
             rotate_keys=[layer.rotate_keys for layer in self.layers],
-            k_mean=[layer.k_mean for layer in self.layers],
-            v_mean=[layer.v_mean for layer in self.layers],
+            k_mean=means[::2],
+            v_mean=means[1::2],
             scales=scales or None,
             count_overflows=self.count_overflows,
             device=key_states.device,

@@ -64,7 +64,9 @@ class PrefillPlan(NamedTuple):
     counter: Counters
     numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
     angle_strides: tuple[int, int]
-    early: bool  # it begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128
+    # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128. Parts of the keys
+    # have no such kernel, because dense calls of queries and keys of few combinations of lengths would be the only ones to compile it.
+    early: bool
     constants: Constants
 
 
@@ -138,7 +140,7 @@ def make_prefill_plan(
     constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
     grid = (min(items * splits, sms),)
     angles = tuple([stride // 8 for stride in angle_strides])
-    early = cut.warpgroups == 2 and width == 128
+    early = cut.warpgroups == 2 and width == 128 and splits == 1
     return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, angles, early, constants)
 
 
