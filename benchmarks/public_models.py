@@ -12,8 +12,8 @@ FP32 with exact attention.
   cache refuses models with windows.
 
 Cases whose model is not there are left out. Implementations are those of `real_model`; `fp8attn-exact`, whose option is `exact`; and by
-definition (`rounded`) `vllm-int8-per-token-head`, `-fp8-`, `-int4-`: what vLLM's caches of these names hold, and `llama-cpp-q8-0`. Kernels read these with 16-bit
-arithmetic in prompts and in decode steps, so they have one row.
+definition (`rounded`) `vllm-int8-per-token-head`, `-fp8-`, `-int4-`: what vLLM's caches of these names hold, and `llama-cpp-q8-0`. Kernels
+read these with 16-bit arithmetic in prompts and in decode steps, so they have one row.
 """
 
 from __future__ import annotations

@@ -70,8 +70,8 @@ def warmup(
             sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact),
             `"batch_invariant"` (instead of attention that is not).
         target: an architecture to compile for without a GPU, such as `"sm_90"`, one in a process. The folder of Triton's cache can then be
-            copied to a machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each kernel at its
-            first launch, which needs the GPU's driver.)
+            copied to a machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each
+            kernel at its first launch, which needs the GPU's driver.)
         threads: number of threads that compile. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
