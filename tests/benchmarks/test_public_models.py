@@ -9,6 +9,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from benchmarks import public_models, real_model
 from evidence import rows as reading
+from evidence.results import ROOT
 from evidence.tables import BLOCKS
 
 
@@ -29,12 +30,19 @@ def test_windows_of_gemma_begin_with_bos(tmp_path):
     assert plain.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and begun.tolist() == [[99, 0, 1, 2], [99, 3, 4, 5]]
 
 
+def test_the_texts_of_the_repository_are_its_files_in_order():
+    """Both have more characters than any tokenizer's 32,785 tokens: Qwen2.5's have 3.4 each in this code."""
+    source, docs = (public_models.own_text(pattern) for pattern in public_models.OWN.values())
+    assert source.startswith((ROOT / "src/fp8attn/__init__.py").read_text()) and docs.startswith((ROOT / "docs/api.md").read_text())
+    assert min(len(source), len(docs)) > 300_000
+
+
 def test_a_model_that_is_not_there_is_left_out(monkeypatch, capsys):
-    for name in ("QWEN", "GEMMA"):
+    for name in ("QWEN", "QWEN15B", "GEMMA"):
         monkeypatch.delenv(f"FP8ATTN_{name}", raising=False)
     assert [row for case in public_models.CASES if "smollm2" not in case for row in public_models.measure(case)] == []
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 8 and "qwen-code-S2048 is left out: FP8ATTN_QWEN does not name its folder" in said[0]
+    assert len(said) == 14 and "qwen-code-S2048 is left out: FP8ATTN_QWEN does not name its folder" in said[0]
 
 
 def test_a_folder_is_loaded_and_measured(tiny_model, monkeypatch):

@@ -138,6 +138,19 @@ def test_what_was_generated_is_written_as_it_comes(tiny_model, data, monkeypatch
     results.commit.cache_clear()
 
 
+def test_the_cases_of_another_model_have_its_name(tiny_model, data, monkeypatch):
+    model, tokenizer = models.load(tiny_model, device="cpu")
+    tokenizer.chat_template, tokenizer.pad_token_id = CHAT, 0
+    loaded = []
+    monkeypatch.setattr(public_models, "load", lambda name: (loaded.append(name), (model, model, tokenizer))[1])
+    monkeypatch.setitem(tasks.TASKS, "gsm8k", tasks.Task(tasks.gsm8k, tasks.is_number, 2))
+    tasks.generate(data / "a.jsonl", ["gsm8k"], ["bf16"], float("inf"), 1, "qwen15b")
+    line = json.loads((data / "a.jsonl").read_text().splitlines()[1])
+    assert loaded == ["qwen15b"] and line["task"] == "qwen15b-gsm8k"
+    [outcome] = tasks.outcomes([line | {"text": f"#### {tasks.gsm8k()[0].expected}"}])
+    assert outcome.task == "qwen15b-gsm8k" and outcome.right
+
+
 def test_weights_are_cast_and_buffers_are_not(tiny_model):
     exact, _ = models.load(tiny_model, device="cpu")
     model = public_models.in_bf16(exact)
