@@ -19,6 +19,10 @@ def first_token() -> str:
     title, found = latest("first_token")
     labels = {
         "llama": "Llama-3.1-8B's shape, a prompt of 8,192 tokens",
+        "qwen1.5b": "Qwen2.5-1.5B's shape, means, 8,192 tokens",
+        "qwen1.5b-exact": "the same, `exact`",
+        "qwen1.5b-e4m3-keys": "the same, E4M3 keys",
+        "qwen1.5b-batch-invariant": "the same, `batch_invariant`",
         "qwen-means-exact": "Qwen2.5-0.5B's shape, means, `exact`, 1,000 tokens",
     }
     body = []

@@ -1,4 +1,4 @@
-"""Three public models, as far as they are there: cases, windows, and a model with sliding windows through every cache."""
+"""Four public models, as far as they are there: cases, windows, and a model with sliding windows through every cache."""
 
 import pytest
 import torch

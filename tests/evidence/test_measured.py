@@ -18,17 +18,19 @@ def measured(name: str) -> list:
 
 @pytest.mark.parametrize(("device", "page"), [("h200", "results"), ("h100", "results-h100")])
 def test_the_files_of_a_gpu_are_of_the_commit_that_its_page_names(device, page):
-    """All rows of ours, but for the times of ours beside a system that was added: such a commit is on the page, too."""
+    """All rows of ours, but for the times of ours beside a system that was added, and the model that was: such a commit is on the page."""
     text = (ROOT / f"docs/{page}.md").read_text()
     [commit] = re.findall(r"\*\*Of one commit\.\*\* Every file of `results/\w+` was measured on .* at one commit, (\w+),", text)
-    added = re.findall(r"other systems were added at (\w+)", text)
+    added = re.findall(r"(?:other systems were|Qwen2\.5-Coder-1\.5B was) added at (\w+)", text)
     files = [json.loads(file.read_text()) for file in (ROOT / "results" / device).glob("*.json")]
     assert files and {file["commit"] for file in files} == {commit}
     assert {other for file in files for other in file.get("mixed", {})} == {*added}
     for file in files:
         theirs = {name for names in file.get("mixed", {}).values() for name in names}
         impls = {row["impl"] for row in file["rows"]}
-        assert all(not name.startswith("fp8attn") if name in impls else name.startswith("llama_per_token-") for name in theirs)
+        assert all(
+            not name.startswith("fp8attn") if name in impls else name.startswith(("llama_per_token-", "qwen15b-")) for name in theirs
+        )
 
 
 @pytest.mark.parametrize("rows", measured("tests"))
