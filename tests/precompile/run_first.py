@@ -81,6 +81,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"llama {tokens}", partial(model, 32, 8, 128, 1, tokens)
         yield f"batch {tokens}", partial(model, 12, 2, 128, 3, tokens)
         yield f"means {tokens}", partial(model, 14, 2, 64, 1, tokens, means=True)
+        yield f"without {tokens}", partial(model, 14, 2, 64, 1, tokens)
         yield f"exact {tokens}", partial(model, 32, 8, 128, 1, tokens, exact=True)
         yield f"e4m3 {tokens}", partial(model, 32, 8, 128, 1, tokens, key_dtype="e4m3")
         yield f"overflows {tokens}", partial(model, 32, 8, 128, 1, tokens, count_overflows=True)

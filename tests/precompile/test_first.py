@@ -27,6 +27,13 @@ def test_all_kernels_of_a_prompt_and_of_decode_steps_are_prepared_before_it(case
 
 
 @pytest.mark.slow
+def test_layers_with_some_means_share_their_kernels(cases):
+    """Each layer has another combination of static means, and the model has as many kernels as one without means."""
+    counts = {name: case["kernels"] for name, case in cases.items()}
+    assert all(counts[f"means {tokens}"] == counts[f"without {tokens}"] for tokens in (1, 40, 300, 9000))
+
+
+@pytest.mark.slow
 def test_no_kernel_is_prepared_that_is_not_launched(cases):
     """Except: `FP8Cache` does not see whether a batch has padding, and the portable kernels cut other windows into other parts."""
     unused = {name.split()[0]: case["unused"] for name, case in cases.items() if case["unused"]}

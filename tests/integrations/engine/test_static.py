@@ -24,13 +24,13 @@ def of_layer(options, number, heads, num_layers=3):
 
 
 def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
-    """The file's scales are used on request. A layer that was not calibrated has nothing, and a mean that is zero is none."""
+    """The file's scales are used on request. A layer that was not calibrated has nothing."""
     k_scale, mean = torch.arange(1.0, 5.0), torch.arange(4 * 64).view(4, 64).float()
     layers = {i: LayerScales(k_scale / 127, torch.full((4,), 3.0), mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
     KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=64).save(tmp_path / "scales.safetensors")
     options = Options(str(tmp_path / "scales.safetensors"))
     k, v, scales = of_layer(options, 2, slice(2, 4))
-    assert torch.equal(k, rotate(mean[2:] + 200)) and v is None and scales is None
+    assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any() and scales is None
     k, v, scales = of_layer(replace(options, static_scales=True), 2, slice(2, 4))
     assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any()
     torch.testing.assert_close(scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]]))  # V's is rounded up to a power of two
@@ -52,6 +52,17 @@ def test_means_are_those_of_the_transformers_model(tmp_path):
     for index, layer in expected.items():
         assert layer.k_mean.any() and layer.v_mean is None and found[index].v_mean is None
         assert torch.equal(found[index].k_mean, layer.k_mean)
+
+
+def test_a_layer_has_both_means_or_none(tmp_path):
+    """The biases of this model give K a mean, and V none: zeros, because `warmup` compiles no kernels of one mean."""
+    model = qwen2()
+    model.save_pretrained(tmp_path)
+    served = ServedModel(str(tmp_path), None, 1024, 4, model.config.num_key_value_heads)
+    heads = slice(0, model.config.num_key_value_heads)
+    found = static_state(Options(), served, 1, heads, model.config.hidden_size // model.config.num_attention_heads)
+    assert torch.equal(found.stored_k_mean, rotate(layer_biases(model, 1024)[1].k_mean))
+    assert found.v_mean is not None and found.v_mean.shape == found.stored_k_mean.shape and not found.v_mean.any()
 
 
 def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
