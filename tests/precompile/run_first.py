@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.dense import sdpa, strategies
-from fp8attn.integrations.transformers import cache
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import plan_for
@@ -105,7 +104,6 @@ def main() -> None:
     ops.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
-    cache.spread_layers = lambda *_: ()  # it reads weights
     known: set[tuple] = set()
 
     def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
