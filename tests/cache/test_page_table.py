@@ -352,23 +352,25 @@ def test_files(tmp_path, length, fixed):
 def test_files_that_do_not_hold_a_window_are_refused(tmp_path):
     caches = pair(num_seqs=1)
     append(caches, inputs(1, 1000), 0, 1000)
-    tensors, metadata = storage.pack(caches[1])
+    tensors, layers = storage.pack(caches[1])
     path = tmp_path / "window.safetensors"
     caches[1].save(path)
     with pytest.raises(UsageError, match=r"window=384 gives back pages.*max_seqlen=2000"):
         PagedKVCache.load(path, max_seqlen=2000)
     for change in (lambda x: x[0].index_fill_(0, torch.tensor([4]), -1), lambda x: x[0].index_fill_(0, torch.tensor([7]), -1)):
-        broken = tensors | {"page_table": tensors["page_table"].clone()}
-        change(broken["page_table"])
-        storage.write(path, broken, metadata)
+        broken = tensors | {f"page_table.{number}": tensors[f"page_table.{number}"].clone() for number in layers}
+        for number in layers:
+            change(broken[f"page_table.{number}"])
+        storage.write(path, broken, layers)
         with pytest.raises(UsageError, match="page_table must have the pages of the last 384 of 1000 tokens"):
             PagedKVCache.load(path)
-    storage.write(path, tensors, metadata | {"format": "fp8attn.kv_pages.2.window"})
+    storage.write(path, tensors, layers, {"format": "fp8attn.kv_pages.2.window"})
     with pytest.raises(UsageError, match=r"its format is 'fp8attn.kv_pages.2.window'; save it again"):
         PagedKVCache.load(path)
-    full, metadata = storage.pack(caches[0])
-    full["page_table"][0, 0] = -1
-    storage.write(path, full, metadata)
+    full, layers = storage.pack(caches[0])
+    for number in layers:
+        full[f"page_table.{number}"][0, 0] = -1
+    storage.write(path, full, layers)
     with pytest.raises(UsageError, match="page_table must"):
         PagedKVCache.load(path)
 

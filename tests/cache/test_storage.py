@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fp8attn import OutOfPagesError, PagedKVCache
@@ -98,17 +97,25 @@ def test_files_that_are_refused(tmp_path):
         PagedKVCache.load(path, num_pages=3)
     with pytest.raises(ValueError, match="the sequences 0 to 2; got 3"):
         cache.save(path, seqs=[3])
-    tensors, written = load_file(path), {"format": FORMAT}
-    storage.write(tmp_path / "bare", tensors, {"format": FORMAT})
-    with pytest.raises(ValueError, match=r"incomplete or not as written .*save it again"):
-        PagedKVCache.load(tmp_path / "bare")
+    tensors, layers, _ = storage.read(path)
+    for number, damaged in enumerate(({}, {0: {}}, {"x": layers[0]}, {0: [1]}, {0: layers[0] | {"num_kv_heads": "2"}})):
+        written = {"format": FORMAT, "layers": json.dumps(damaged), "checksum": storage.checksum(tensors)}
+        save_file(tensors, tmp_path / f"bare{number}", written)
+        with pytest.raises(ValueError, match=r"incomplete or not as written .*save it again"):
+            PagedKVCache.load(tmp_path / f"bare{number}")
+    for name in ("fp8attn.kv_pages.2", "fp8attn.kv_pages.3.window"):  # of fp8attn 0.2
+        save_file(tensors, tmp_path / "old", {"format": name})
+        with pytest.raises(ValueError, match=rf"its format is '{name}'; save it again with this version of fp8attn"):
+            PagedKVCache.load(tmp_path / "old")
     save_file(tensors, tmp_path / "other", {"format": "fp8attn.kv_scales.2"})
     with pytest.raises(ValueError, match=r"does not hold sequences of a cache .*'fp8attn.kv_scales.2'"):
         PagedKVCache.load(tmp_path / "other")
-    names = {"num_layers": 2, "num_kv_heads": HEADS, "head_dim": DIM, "page_size": 64, "key_dtype": "int8", "rotate_keys": [True, True]}
-    storage.write(tmp_path / "small", tensors, written | {name: json.dumps(value) for name, value in names.items()})
+    storage.write(tmp_path / "small", tensors, {number: layer | {"page_size": 64} for number, layer in layers.items()})
     with pytest.raises(ValueError, match="has pages of 64 tokens, and this version of fp8attn has pages of 128"):
         PagedKVCache.load(tmp_path / "small")
+    storage.write(tmp_path / "several", tensors, layers | {1: layers[1] | {"window": 200}})
+    with pytest.raises(ValueError, match=r"has layers of several shapes or windows.*FP8Cache\.load reads the file"):
+        PagedKVCache.load(tmp_path / "several")
     (tmp_path / "cut").write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ValueError, match="not a safetensors file, or it is cut short"):
         PagedKVCache.load(tmp_path / "cut")
@@ -117,12 +124,20 @@ def test_files_that_are_refused(tmp_path):
         cache.save(path)
 
 
+def test_a_page_table_that_names_no_pages_is_refused(tmp_path):
+    filled().save(tmp_path / "cache")
+    tensors, layers, _ = storage.read(tmp_path / "cache")
+    storage.write(tmp_path / "cache", tensors | {f"page_table.{i}": tensors[f"page_table.{i}"] + 90 for i in layers}, layers)
+    with pytest.raises(ValueError, match=r"not as written .*page_table must name the pages 0 to 4; got \[90, 91"):
+        PagedKVCache.load(tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("name", "damaged", "message"),
     [
         ("pages.1", lambda x: x[:, :1], r"pages.1 must be \(5, 2, 16512\) uint8 on cpu; got \(5, 1, 16512\)"),  # would be broadcast
         ("pages.0", lambda x: x[:2], r"pages.0 must be \(5, 2, 16512\)"),
-        ("page_table", lambda x: x + 90, r"page_table must name the pages 0 to 4; got \[90, 91"),
+        ("page_table.1", lambda x: x + 90, r"page_table must be the same in the layers \[0, 1\]"),
         ("lengths", lambda x: x + 4000, r"lengths must be 0 to 384; got \[4300"),
         ("lengths", lambda x: x - 400, "lengths must be 0 to 384"),
         ("lengths", lambda x: x[:2], r"lengths must be \(3,\) int32"),
@@ -132,9 +147,7 @@ def test_files_that_are_refused(tmp_path):
 def test_damaged_tensors_are_refused(tmp_path, name, damaged, message):
     path = tmp_path / "cache.safetensors"
     filled(**MEANS).save(path)
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    storage.write(path, tensors | {name: damaged(tensors[name]).contiguous()}, metadata)  # with a checksum of its own
+    tensors, layers, _ = storage.read(path)
+    storage.write(path, tensors | {name: damaged(tensors[name]).contiguous()}, layers)  # with a checksum of its own
     with pytest.raises(ValueError, match=f"is incomplete or not as written .*{message}.*; save it again"):
         PagedKVCache.load(path)

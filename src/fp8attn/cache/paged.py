@@ -214,7 +214,8 @@ class PagedKVCache(Sequences):
             UsageError: the file does not exist, is damaged or is not from `save`; or its sequences are longer than max_seqlen.
             OutOfPagesError: its sequences need more than num_pages.
         """
-        return storage.unpack(cls, *storage.read(path), path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
+        tensors, layers, _ = storage.read(path)
+        return storage.unpack(cls, tensors, layers, path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
 
     # A step
 

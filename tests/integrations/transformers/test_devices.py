@@ -39,8 +39,8 @@ def test_a_divided_model_generates_what_the_whole_one_does(divided, tmp_path, fa
         caches[on], paths[on] = cache, tmp_path / str(on)
         cache.save(paths[on], tokens=ids)
     assert len(caches[True].groups) > len(caches[False].groups) and caches[True].fp8_layers == caches[False].fp8_layers
-    (tensors, metadata), others = (storage.read(paths[on]) for on in (False, True))
-    assert metadata == others[1]  # a checksum of all bytes and names is in it
+    (tensors, layers, metadata), others = (storage.read(paths[on]) for on in (False, True))
+    assert (layers, metadata) == others[1:]  # a checksum of all bytes and names is in it
     assert tensors.keys() == others[0].keys()
     more = torch.cat([ids, prompt(length=5)], 1)
     wanted = generated(model, caches[False], more)
@@ -75,8 +75,9 @@ def test_a_file_that_lacks_a_layer_is_refused(divided, tmp_path):
     with torch.no_grad():
         model(prompt(length=8), past_key_values=cache)
     cache.save(path)
-    tensors, metadata = storage.read(path)
-    storage.write(path, tensors, metadata | {"rotate_keys": "[true]"})
+    tensors, layers, metadata = storage.read(path)
+    del tensors["pages.1"]
+    storage.write(path, tensors, layers, {name: metadata[name] for name in ("model", "max_cache_len")})
     divided()
     with pytest.raises(UsageError, match=r"incomplete or not as written"):
         FP8Cache.load(path, model)

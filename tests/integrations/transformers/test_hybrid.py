@@ -149,7 +149,7 @@ def test_layers_of_several_shapes_have_pages_for_each(tmp_path):
     first = logits(model, cache, ids[:, :140])
     cache.save(tmp_path / "prompt")
     loaded = FP8Cache.load(tmp_path / "prompt", model)
-    assert storage.read(tmp_path / "prompt")[0]["1/pages.0"].shape[1] == 4
+    assert storage.read(tmp_path / "prompt")[0]["pages.1"].shape[1] == 4
     for each in (cache, loaded):
         each.crop(-4)
         each.batch_repeat_interleave(2)

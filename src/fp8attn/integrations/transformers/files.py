@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,7 +42,12 @@ def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torc
     paged = cache.groups[0].paged
     if paged is None or any(group.paged is None for group in cache.groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
-    tensors, metadata = _pack(cache.groups, seqs)
+    tensors: dict[str, torch.Tensor] = {}
+    layers: storage.Layers = {}
+    for group in cache.groups:
+        assert group.paged is not None
+        more, own = storage.pack(group.paged, seqs, [layer.index for layer in group.layers])
+        tensors, layers = tensors | more, layers | own
     rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, FP8Layer) and getattr(layer, "keys", None) is not None:
@@ -59,8 +64,8 @@ def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torc
         if tuple(tokens.shape) != held:
             raise UsageError(f"tokens must be the ids [B, length] = {list(held)} of what the cache holds; got {list(tokens.shape)}")
         tensors["tokens"] = tokens[rows].cpu().long().contiguous()
-    written = {"model": cache.identity, "fp8_layers": cache.fp8_layers, "max_cache_len": cache.groups[0].max_cache_len}
-    storage.write(path, tensors, metadata | {name: json.dumps(value) for name, value in written.items()})
+    written = {"model": cache.identity, "max_cache_len": cache.groups[0].max_cache_len}
+    storage.write(path, tensors, layers, {name: json.dumps(value) for name, value in written.items()})
 
 
 def load(
@@ -73,16 +78,15 @@ def load(
         devices = [torch.device(device)] * len(devices)
     if any(each.type == "meta" for each in devices):
         raise UsageError("the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., device='cuda')")
-    tensors, metadata = storage.read(path)
+    tensors, layers, metadata = storage.read(path)
     if "model" not in metadata:
         raise UsageError(f"{path} holds pages without a model: fp8attn.PagedKVCache.load reads it, FP8Cache.load what FP8Cache.save wrote")
     try:
-        saved, fp8_layers, key_dtype, saved_len = (
-            json.loads(metadata[name]) for name in ("model", "fp8_layers", "key_dtype", "max_cache_len")
-        )
-    except (KeyError, ValueError) as error:
+        saved, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
+        windows, (key_dtype, *_) = [own["window"] for own in layers.values()], [own["key_dtype"] for own in layers.values()]
+    except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
-    windowed = storage.WINDOWED in metadata.values()
+    windowed, fp8_layers = any(windows), list(layers)
     if max_cache_len != saved_len and (windowed or any(name.startswith("layers.") for name in tensors)):
         raise UsageError(
             f"{path} has {'windows' if windowed else '16-bit layers'} of a cache with max_cache_len={saved_len}, which cannot become those "
@@ -97,9 +101,9 @@ def load(
         )
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
-    for group, of_group in _unpacked(cache.groups, tensors, metadata, path):
-        on = devices[group.layers[0].index]
-        group.paged = storage.unpack(PagedKVCache, *of_group, path, max_seqlen=max_cache_len, device=on, backend=backend)
+    for group in cache.groups:
+        on, own = devices[group.layers[0].index], {layer.index: layers[layer.index] for layer in group.layers}
+        group.paged = storage.unpack(PagedKVCache, tensors, own, path, max_seqlen=max_cache_len, device=on, backend=backend)
         if group.paged.window != group.window:
             raise UsageError(
                 f"{path} is from a model whose layers {[layer.index for layer in group.layers]} have a window of {group.paged.window}; "
@@ -134,44 +138,6 @@ def _restore_states(layer: LinearAttentionCacheLayerMixin, states: dict[str, tor
         layer.lazy_initialization(**{kind: state, "state_idx": int(number)})
         getattr(layer, kind)[int(number)].copy_(state)
         layer.has_previous_state[int(number)] = True
-
-
-# A file does not depend on devices: it has all layers of a shape together. Names of the second shape and of those after it begin with its
-# number.
-
-
-def _pack(groups: list[FP8Layers], seqs: Sequence[int] | None) -> storage.Packed:
-    """The tensors and metadata of the pages of all layers."""
-    tensors: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
-    for start, parts in _by_shape(groups):
-        more, about = storage.join([(storage.pack(group.paged, seqs), places) for group, places in parts if group.paged is not None])
-        tensors |= {f"{start}{name}": x for name, x in more.items()}
-        metadata |= {f"{start}{name}": x for name, x in about.items()}
-    return tensors, metadata
-
-
-def _unpacked(
-    groups: list[FP8Layers], tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: str | Path
-) -> Iterator[tuple[FP8Layers, storage.Packed]]:
-    """What `_pack` wrote of each group."""
-    for start, parts in _by_shape(groups):
-        of_shape = (
-            {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)},
-            {name.removeprefix(start): x for name, x in metadata.items() if name.startswith(start)},
-        )
-        for group, places in parts:
-            yield group, storage.take(*of_shape, places, path)
-
-
-def _by_shape(groups: list[FP8Layers]) -> Iterator[tuple[str, list[tuple[FP8Layers, list[int]]]]]:
-    """For each shape, with what its names begin, its groups (one for each device), each with the numbers of its layers among those of the
-    shape."""
-    for number, shape in enumerate(dict.fromkeys(group.shape for group in groups)):
-        mine = [group for group in groups if group.shape == shape]
-        indices = sorted(layer.index for group in mine for layer in group.layers)
-        parts = [(group, [indices.index(layer.index) for layer in group.layers]) for group in mine]
-        yield f"{number}/" if number else "", parts
 
 
 def _check_tokens(saved: torch.Tensor | None, tokens: torch.Tensor, path: str | Path) -> None:
