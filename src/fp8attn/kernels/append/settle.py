@@ -283,7 +283,9 @@ def _with_static_scale(x0, x1, scale, CODES: tl.constexpr):
     """The values to round of each tile with a calibrated scale."""
     CODEC: tl.constexpr = CODES.codec
     factor = inverse(scale, CODEC)
-    return clamp(x0 * factor, CODEC), clamp(x1 * factor, CODEC)
+    x0 *= factor
+    x1 *= factor
+    return clamp(x0, CODEC), clamp(x1, CODEC)
 
 
 @triton.jit
