@@ -6,13 +6,13 @@ import sys
 from triton import JITFunction
 
 from fp8attn.kernels import combine
-from fp8attn.kernels.append import page, queries, step
+from fp8attn.kernels.append import page, step
 from fp8attn.kernels.decode import kernel as decode
 from fp8attn.kernels.keys import compute_key
 from fp8attn.kernels.portable import kernel as portable
 from fp8attn.kernels.prefill import kernel as prefill
 
-MODULES = combine, portable, page, queries, step, decode, prefill
+MODULES = combine, portable, page, step, decode, prefill
 
 kernels = {
     name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, JITFunction) and name.endswith("_kernel")
