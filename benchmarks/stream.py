@@ -10,8 +10,8 @@ from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, DecodeSource, make_r
 from fp8attn.kernels.decode.work import DecodeBatch, assign
 from fp8attn.kernels.devices import chip
 from fp8attn.kernels.gluon import gdc_wait, gl, gluon, mbarrier, sync
-from fp8attn.kernels.launch import launch, make_constants, num_sms
-from fp8attn.kernels.pages import tiles
+from fp8attn.kernels.launch import Tiles, launch, make_constants, num_sms
+from fp8attn.kernels.tiles import views
 
 from .problem import Shape
 
@@ -59,11 +59,12 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 
 def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     group, device = shape.q_heads // shape.kv_heads, pages.device
-    how = decode.DecodeShape(shape.dim, group, group, len(shape.keys), chip=chip(device))
-    workers = how.workers(num_sms(device), shape.kv_heads * len(shape.keys))
-    given = make_constants("stream", device, **how.constants())
+    plan = decode.DecodeShape(head_dim=shape.dim, group=group, max_rows=group, num_seqs=len(shape.keys), chip=chip(device))
+    k, v = views(pages.pool.shape, shape.dim, pages.format.k.dtype, plan.width, plan.width)
+    workers = plan.workers(num_sms(device), shape.kv_heads * len(shape.keys))
+    given = make_constants("stream", device, **plan.constants())
     args = (
-        *tiles(pages, how.width, how.width), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
+        Tiles(pages.pool, k), Tiles(pages.pool, v), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
         len(shape.keys), shape.kv_heads, 1, workers,
     )  # fmt: skip
     return lambda: launch(_stream, (workers,), args, given)

@@ -83,7 +83,7 @@ ROWS = {
     "fp8attn/integrations/vllm/": ("integrations/test_vllm.py", "vllm/test_plugin.py", "vllm/test_steps.py", "vllm/test_static.py"),
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),
-    "fp8attn/kernels/pages.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
+    "fp8attn/kernels/tiles.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/kernels/portable/": ("kernels/test_compile.py", "kernels/test_window_plans.py"),
     "fp8attn/kernels/ptx.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/mode/graph.py": ("mode/test_compiled.py",),

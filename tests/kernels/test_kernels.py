@@ -39,11 +39,11 @@ def test_the_hopper_kernels_need_no_table(monkeypatch):
 def test_a_pool_beyond_tma_s_coordinates_is_refused():
     """TMA counts pages of a head in 32 bits; both Hopper kernels ask for these views."""
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from fp8attn.kernels.pages import _views
+    from fp8attn.kernels.tiles import views
 
-    assert _views((2**31 - 1, 1, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
+    assert views((2**31 - 1, 1, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        _views((2**28, 8, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
+        views((2**28, 8, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():

@@ -25,8 +25,7 @@ import torch
 from ...pages import KVPages
 from ...params import AttentionParams
 from ..common import LOG2E
-from ..launch import launch
-from ..pages import tiles
+from ..launch import Tiles, launch
 from . import plan
 from .kernel import decode_kernel
 from .plan import DecodeShape, make_decode_plan
@@ -47,28 +46,30 @@ def decode_attention(
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     device = q.device
     num_tokens, num_q_heads, head_dim = q.shape
-    table, lengths, form = pages.page_table, pages.cache_seqlens, pages.format
-    (num_pages, heads, _), (num_seqs, columns) = pages.pool.shape, table.shape
+    table, lengths, kv_format = pages.page_table, pages.cache_seqlens, pages.format
+    pool, (num_seqs, columns) = pages.pool, table.shape
+    num_pages, heads, _ = pool_shape = pool.shape
     if out is None:
         out = torch.empty(num_tokens, num_q_heads, head_dim, dtype=q.dtype, device=device)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=device)
     if not num_tokens or not num_pages or not columns:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     group = num_q_heads // heads
-    workers, grid, counters, plane, width, constants = make_decode_plan(
-        device, heads * num_seqs, head_dim, group, max_seqlen_q * group, num_seqs, causal and max_seqlen_q > 1, cu_seqlens_q is not None,
-        window > 0, softcap > 0, sinks is not None, leftpad_k is not None, form.rotate,
+    shape = DecodeShape(
+        head_dim=head_dim, group=group, max_rows=max_seqlen_q * group, num_seqs=num_seqs, causal=causal and max_seqlen_q > 1,
+        ragged=cu_seqlens_q is not None, window=window > 0, softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None,
+        rotate=kv_format.rotate,
     )  # fmt: skip
-    parts = torch.empty(plane * (width + 3), dtype=torch.float32, device=device)
+    plan = make_decode_plan(device, pool_shape, kv_format.k.dtype, shape)
+    parts = torch.empty(plan.plane * (plan.width + 3), dtype=torch.float32, device=device)
     stride_t, stride_h, _ = q.stride()
     args = (
         q, stride_t, stride_h,
-        *tiles(pages, width, width),
-        pages.pool, form.stored_k_mean, form.v_mean, table, table.stride(0), lengths,
+        Tiles(pool, plan.k), Tiles(pool, plan.v), pool, kv_format.stored_k_mean, kv_format.v_mean, table, table.stride(0), lengths,
         # The lengths are passed instead of arguments that are not given; the kernel does not read them.
         lengths if cu_seqlens_q is None else cu_seqlens_q, lengths if leftpad_k is None else leftpad_k, lengths if sinks is None else sinks,
-        out, lse, parts, plane, counters, num_seqs, heads, max_seqlen_q, num_tokens, window, workers,
+        out, lse, parts, plan.plane, plan.counters, num_seqs, heads, max_seqlen_q, num_tokens, window, plan.workers,
         float(params.softmax_scale), softcap * LOG2E.value,
     )  # fmt: skip
-    launch(decode_kernel, grid, args, constants)
+    launch(decode_kernel, plan.grid, args, plan.constants)
     return out, lse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common import PAGE
 from ..gluon import aggregate, arrive_with_words, fence_async_shared, fetch_words, gl, gluon, mbarrier, tensor_descriptor
-from ..pages import allocate_k, fetch_k, fetch_v, v_layout
+from ..tiles import allocate_k, fetch_k, fetch_v, v_layout
 
 PRODUCER_REGISTERS = gl.constexpr(40)
 

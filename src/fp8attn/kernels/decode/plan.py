@@ -12,6 +12,8 @@ from ...formats.page_layout import PageLayout
 from ..common import power_of_two
 from ..devices import DEFAULT, Chip, chip
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
+from ..tiles import views
+from ..view import View
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
 
@@ -41,9 +43,11 @@ class DecodeOptions(ConstexprFields):
     early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers
 
 
-@dataclass(frozen=True)
-class DecodeShape:
-    """The shape of a launch: everything that the compiled kernel depends on, and the number of CTAs."""
+class DecodeShape(NamedTuple):
+    """The shape of a launch: everything that the compiled kernel depends on, and the number of CTAs.
+
+    It is a tuple, because a plan is looked up at each call.
+    """
 
     head_dim: int
     group: int
@@ -102,7 +106,8 @@ class DecodeShape:
         return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248), "launch_pdl": True}
 
 
-class DecodePlan(NamedTuple):
+@dataclass(frozen=True)
+class DecodePlan:
     """The numbers that the host computes from a problem's shape, once."""
 
     workers: int  # ranges of a row tile
@@ -110,14 +115,19 @@ class DecodePlan(NamedTuple):
     counters: Counters  # one for each range of each row tile
     plane: int  # rows of partial results: a range has at most two parts, of a head that began before it and of one that ends after it
     width: int  # head_dim, padded
+    k: View
+    v: View
     constants: Constants
 
 
 @lru_cache(maxsize=4096)
-def make_decode_plan(device: torch.device, heads: int, *shape) -> DecodePlan:
-    """The plan for `DecodeShape(*shape)` and `heads` heads of all sequences together."""
-    how = DecodeShape(*shape, chip=chip(device))
-    workers = how.workers(num_sms(device), heads)
-    constants = make_constants("decode", device, **how.constants())
-    ctas = workers * how.tiles
-    return DecodePlan(workers, (ctas,), Counters(ctas), 2 * ctas * how.rows, how.width, constants)
+def make_decode_plan(device: torch.device, pool: tuple[int, ...], key_dtype: torch.dtype, shape: DecodeShape) -> DecodePlan:
+    """The plan for a pool of shape `pool` with keys of `key_dtype`, on `device`, whose `chip` the shape gets."""
+    shape = shape._replace(chip=chip(device))
+    workers = shape.workers(num_sms(device), pool[1] * shape.num_seqs)
+    ctas = workers * shape.tiles
+    k, v = views(pool, shape.head_dim, key_dtype, shape.width, shape.width)
+    return DecodePlan(
+        workers=workers, grid=(ctas,), counters=Counters(ctas), plane=2 * ctas * shape.rows, width=shape.width, k=k, v=v,
+        constants=make_constants("decode", device, **shape.constants()),
+    )  # fmt: skip

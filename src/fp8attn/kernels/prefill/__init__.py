@@ -20,10 +20,9 @@ from ...params import AttentionParams
 from ..combine import combine
 from ..common import LOG2E, power_of_two
 from ..launch import Tiles, launch
-from ..pages import tiles as page_tiles
 from . import cut, plan
 from .kernel import prefill_kernel
-from .plan import make_prefill_plan, second_launch, tma_takes
+from .plan import PrefillProblem, make_prefill_plan, second_launch
 
 __all__ = ["cut", "packed_attention", "packs", "plan", "prefill_attention"]
 
@@ -57,10 +56,10 @@ def prefill_attention(
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     if q.dtype == FP8 and (pages.format.rotate or pages.format.k.dtype != FP8):
         raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
-    device, form = q.device, pages.format
+    device, kv_format = q.device, pages.format
     *rows, head_dim = shape = q.shape
-    num_pages, num_kv_heads = pages.pool.shape[:2]
-    table = pages.page_table
+    pool, table = pages.pool, pages.page_table
+    pool_shape, (num_seqs, columns) = pool.shape, table.shape
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
     # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
     return_lse |= power_of_two(head_dim) == 256 and (pages.format.k.dtype == FP8 or cu_seqlens_q is not None)
@@ -72,23 +71,27 @@ def prefill_attention(
     lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
     if not q.numel():
         return out, lse
-    if not num_pages or not table.shape[1]:  # no keys anywhere
+    if not pool_shape[0] or not columns:  # no keys anywhere
         if return_lse:
             lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
         return out.zero_(), lse
-    if q.data_ptr() & 15 or not tma_takes(shape, q.stride(), q.itemsize):
-        q = q.clone(memory_format=torch.contiguous_format)
-        new_keys = 0
     if not (causal or window or return_lse or cu_seqlens_q is not None or params.batch_invariant):
-        last = second_launch(device, len(table), max_seqlen_q, *q.shape[-2:], table.shape[1], params.exact, q.dtype == FP8)
+        last = second_launch(device, num_seqs, max_seqlen_q, *shape[-2:], columns, params.exact, q.dtype == FP8)
         if last:
             return _two_launches(q, pages, params, out, last), None
-    queries, outputs, width, part, splits, grid, counter, numbers, early, constants = make_prefill_plan(
-        device, shape, q.stride(), out.stride(), num_kv_heads, table.shape, table.stride(0), cu_seqlens_q is not None, max_seqlen_q, causal,
-        window, softcap > 0, leftpad_k is not None, form.rotate, params.exact, params.batch_invariant,
-        q.dtype == FP8, return_lse,
+    problem = PrefillProblem(
+        shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, key_dtype=kv_format.k.dtype, num_seqs=num_seqs,
+        columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None, max_seqlen_q=max_seqlen_q, causal=causal,
+        window=window, softcap=softcap > 0, leftpad=leftpad_k is not None, rotate=kv_format.rotate, exact=params.exact,
+        batch_invariant=params.batch_invariant, q8=q.dtype == FP8, lse=return_lse,
     )  # fmt: skip
-    if not early:
+    plan = make_prefill_plan(device, problem)
+    if q.data_ptr() & 15 or not plan.fetched:
+        q = q.clone(memory_format=torch.contiguous_format)
+        plan = make_prefill_plan(device, problem._replace(strides=q.stride()))
+        new_keys = 0
+    splits = plan.splits
+    if not plan.early:
         new_keys = 0
     sinks = None if sinks is None else sinks.float()
     target, target_lse = out, lse
@@ -98,14 +101,14 @@ def prefill_attention(
         target = torch.empty(splits, lse.numel(), head_dim, dtype=torch.float32, device=device)
         target_lse = torch.empty(2, splits, lse.numel(), dtype=torch.float32, device=device)
     args = (
-        Tiles(q, queries), *page_tiles(pages, width, part),
-        *((None, target) if outputs is None else (Tiles(out, outputs), None)),
-        target_lse, pages.pool, form.stored_k_mean, form.v_mean,
+        Tiles(q, plan.queries), Tiles(pool, plan.k), Tiles(pool, plan.v),
+        *((None, target) if plan.outputs is None else (Tiles(out, plan.outputs), None)),
+        target_lse, pool, kv_format.stored_k_mean, kv_format.v_mean,
         *((None, None) if new_keys else (table, pages.cache_seqlens)),
-        cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), counter,
-        *numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, new_keys,
+        cu_seqlens_q, None if splits > 1 else sinks, None if leftpad_k is None else leftpad_k.int(), plan.counter,
+        *plan.numbers, params.softmax_scale * LOG2E.value, softcap * LOG2E.value, new_keys,
     )  # fmt: skip
-    launch(prefill_kernel, grid, args, constants)
+    launch(prefill_kernel, plan.grid, args, plan.constants)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

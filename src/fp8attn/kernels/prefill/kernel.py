@@ -9,20 +9,18 @@ that spills without it.
 from __future__ import annotations
 
 from ..gluon import fence_async_shared, gdc_wait, gl, gluon, mbarrier, reinterpret
-from ..pages import allocate_k, v_layout
+from ..tiles import allocate_k, v_layout
 from .epilogue import PrefillOutput
 from .items import FIELDS, Items, Means
 from .multiply import multiply
+from .plan import PrefillNumbers
 from .producer import PrefillSource, PrefillWork, produce
 from .queries import PrefillQueries, store_signs
 from .registers import TILE
 from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
 from .schedule import PrefillBatch
 
-NUMBERS = (
-    "out_stride_b", "out_stride_t", "out_stride_h", "num_tokens", "max_q", "num_seqs", "num_q_heads", "num_kv_heads",
-    "table_width", "causal", "window", "parts", "min_tiles", "wave", "wave_rows", "wave_tiles", "plane", "scale", "cap", "new_keys",
-)  # fmt: skip
+NUMBERS = (*PrefillNumbers._fields, "scale", "cap", "new_keys")
 
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes

@@ -13,6 +13,7 @@ from ..common import power_of_two
 from ..devices import chip
 from ..gluon import gl
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
+from ..tiles import views
 from ..view import View
 from .cut import INVARIANT, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
 from .registers import ENDLESS, ROWS, TILE
@@ -49,49 +50,86 @@ class PrefillOptions(ConstexprFields):
             object.__setattr__(self, field.name, gl.constexpr(getattr(self, field.name)))
 
 
-class PrefillPlan(NamedTuple):
+class PrefillProblem(NamedTuple):
+    """What the plan of a launch depends on: shapes, strides (in elements) and options.
+
+    It is a tuple, because each call looks up its plan.
+    """
+
+    shape: tuple[int, ...]  # of the queries
+    strides: tuple[int, ...]  # of the queries
+    out_strides: tuple[int, ...]
+    pool: tuple[int, ...]  # the shape of the pool of pages
+    key_dtype: torch.dtype
+    num_seqs: int
+    columns: int  # of the page table
+    table_stride: int
+    ragged: bool
+    max_seqlen_q: int
+    causal: bool
+    window: int  # 0: none
+    softcap: bool
+    leftpad: bool
+    rotate: bool
+    exact: bool
+    batch_invariant: bool
+    q8: bool  # queries are in FP8
+    lse: bool  # the launch writes an LSE
+
+
+class PrefillNumbers(NamedTuple):
+    """The numbers that the kernel takes from a plan, by the names and in the order of its parameters."""
+
+    out_stride_b: int  # of batch, token and head, in units of 8 elements
+    out_stride_t: int
+    out_stride_h: int
+    num_tokens: int  # of a batch
+    max_q: int
+    num_seqs: int
+    num_q_heads: int
+    num_kv_heads: int
+    table_width: int  # the stride of the page table
+    causal: int
+    window: int  # `NO_WINDOW` without one
+    parts: int  # of the keys
+    min_tiles: int
+    wave: int
+    wave_rows: int
+    wave_tiles: int
+    plane: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
     """A launch's views, numbers and constants."""
 
     queries: View
+    fetched: bool  # TMA can fetch queries with these strides; if not, they must be copied
+    k: View
+    v: View
     outputs: View | None  # the output, where TMA stores it
-    width: int  # head_dim, padded
-    part: int  # V's channels in one product
-    splits: int  # parts of the keys, which `combine` adds
     grid: tuple[int]
     counter: Counters
-    numbers: tuple[int, ...]  # the kernel's, from `out_stride_b` to `plane`
+    numbers: PrefillNumbers
     # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128. Parts of the keys
     # have no such kernel, because dense calls of queries and keys of few combinations of lengths would be the only ones to compile it.
     early: bool
     constants: Constants
 
+    @property
+    def splits(self) -> int:
+        """The number of parts of the keys, which `combine` adds."""
+        return self.numbers.parts
+
 
 @lru_cache(maxsize=4096)
-def make_prefill_plan(
-    device: torch.device,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    num_kv_heads: int,
-    table: tuple[int, int],
-    table_stride: int,
-    ragged: bool,
-    max_seqlen_q: int,
-    causal: bool,
-    window: int,
-    softcap: bool,
-    leftpad: bool,
-    rotate: bool,
-    exact: bool,
-    batch_invariant: bool,
-    q8: bool,
-    lse: bool,
-) -> PrefillPlan:
-    """The plan for queries and an output of this shape and these strides over a page table of that shape and stride; `q8`: queries are in
-    FP8; `lse`: it gives an LSE."""
+def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillPlan:
+    """The plan of the launch on `device`."""
+    shape, ragged, max_seqlen_q, window = problem.shape, problem.ragged, problem.max_seqlen_q, problem.window
+    exact, q8 = problem.exact, problem.q8
     *_, num_q_heads, head_dim = shape
-    num_seqs, table_width = table
-    q_strides, out_strides = _strides(shape, strides), _strides(shape, out_strides)
+    num_seqs, columns = problem.num_seqs, problem.columns
+    q_strides, out_strides = _strides(shape, problem.strides), _strides(shape, problem.out_strides)
     if len(shape) == 4:
         batch, tokens = shape[:2]
     else:  # the batch: sequences of one length, or one packed batch that `cu_seqlens_q` divides
@@ -99,19 +137,26 @@ def make_prefill_plan(
         q_strides, out_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides))
     width = power_of_two(head_dim)
     sms = num_sms(device)
-    tiles = min(table_width, (window + 3 * ROWS.value) // TILE.value + 2) if window else table_width  # at most
-    problem = Problem(num_seqs, num_q_heads, head_dim, batch * tokens, max_seqlen_q, tiles, causal and not window, ragged, exact, q8)
-    cut, splits = (INVARIANT[width], 1) if batch_invariant else best_cut(width, sms, problem, chip(device))
+    tiles = min(columns, (window + 3 * ROWS.value) // TILE.value + 2) if window else columns  # at most
+    size = Problem(
+        num_seqs, num_q_heads, head_dim, tokens=batch * tokens, max_seqlen_q=max_seqlen_q, tiles=tiles,
+        causal=problem.causal and not window, ragged=ragged, exact=exact, q8=q8,
+    )  # fmt: skip
+    cut, splits = (INVARIANT[width], 1) if problem.batch_invariant else best_cut(width, sms, size, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
     # Of queries with which each SM has CLAIMS items, if they differ in length, and of K and V in L2.
-    wave_rows, wave_tiles = CLAIMS * sms * cut.rows if causal else 0, chip(device).l2 // (2 * head_dim * TILE.value)
-    numbers = (
-        *[stride // 8 for stride in out_strides], tokens, max_seqlen_q, num_seqs, num_q_heads, num_kv_heads, table_stride, int(causal),
-        window or NO_WINDOW, splits, min_tiles_per_split(items, splits, sms, tiles),
-        heads_in_wave(max_seqlen_q, tiles, wave_rows, wave_tiles), wave_rows, wave_tiles, splits * batch * tokens * num_q_heads,
+    wave_rows = CLAIMS * sms * cut.rows if problem.causal else 0
+    wave_tiles = chip(device).l2 // (2 * head_dim * TILE.value)
+    stride_b, stride_t, stride_h = (stride // 8 for stride in out_strides)
+    numbers = PrefillNumbers(
+        out_stride_b=stride_b, out_stride_t=stride_t, out_stride_h=stride_h, num_tokens=tokens, max_q=max_seqlen_q, num_seqs=num_seqs,
+        num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride, causal=int(problem.causal),
+        window=window or NO_WINDOW, parts=splits, min_tiles=min_tiles_per_split(items, splits, sms, tiles),
+        wave=heads_in_wave(max_seqlen_q, tiles, wave_rows, wave_tiles), wave_rows=wave_rows, wave_tiles=wave_tiles,
+        plane=splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     rows = cut.rows // cut.partitions
     queries = View((batch, tokens, num_q_heads, head_dim), (*q_strides, 1), (1, rows, 1, width))
@@ -124,16 +169,19 @@ def make_prefill_plan(
     options = PrefillOptions(
         head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
         cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
-        mask_left=window > 0 or leftpad, softcap=softcap, exact=exact,
-        batch_invariant=batch_invariant and not exact, split=splits > 1, rotate=rotate,
+        mask_left=window > 0 or problem.leftpad, softcap=problem.softcap, exact=exact,
+        batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
-    tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else lse or splits > 1)
+    tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else problem.lse or splits > 1)
     operands = "sums" if tight else "all"
     constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
-    grid = (min(items * splits, sms),)
-    early = cut.warpgroups == 2 and width == 128 and splits == 1
-    return PrefillPlan(queries, outputs, width, width // cut.parts, splits, grid, Counters(1), numbers, early, constants)
+    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts)
+    return PrefillPlan(
+        queries=queries, fetched=tma_takes(shape, problem.strides, 1 if q8 else 2), k=k, v=v, outputs=outputs,
+        grid=(min(items * splits, sms),), counter=Counters(1), numbers=numbers,
+        early=cut.warpgroups == 2 and width == 128 and splits == 1, constants=constants,
+    )  # fmt: skip
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:
@@ -161,11 +209,13 @@ def second_launch(
 ) -> int:
     """How many of the `tokens` queries of each sequence, which all see `tiles` tiles of keys, a second launch computes
     (`cut.last_wave`)."""
-    problem = Problem(num_seqs, num_q_heads, head_dim, num_seqs * tokens, tokens, tiles, False, False, exact, q8)
-    return last_wave(power_of_two(head_dim), num_sms(device), problem, chip(device))
+    size = Problem(
+        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, tiles=tiles, causal=False, ragged=False,
+        exact=exact, q8=q8,
+    )  # fmt: skip
+    return last_wave(power_of_two(head_dim), num_sms(device), size, chip(device))
 
 
-@lru_cache(maxsize=4096)
 def tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether TMA can fetch queries with these strides, which must be multiples of 16 bytes."""
     return strides[-1] == 1 and all(stride and not stride * itemsize & 15 for stride in _strides(shape, strides))

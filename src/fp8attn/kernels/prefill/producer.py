@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..codec import ratio_of_powers
 from ..common import HIDDEN, K_SCALE_WORD, V_SCALE_WORD
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
-from ..pages import fetch_k, fetch_v
+from ..tiles import fetch_k, fetch_v
 from .items import BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .registers import TILE
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from ..formats.codec import FP8
 from ..formats.page_layout import PAGE_SIZE, V_GROUP, PageLayout
-from ..pages import KVPages
 from .gluon import fetch, gl, gluon, reinterpret
-from .launch import Tiles
 from .view import View
 
 ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row
 
 
-def tiles(pages: KVPages, width: int, part: int) -> tuple[Tiles, Tiles]:
-    """A page of one head of K, and of V, as TMA copies them.
+def views(pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: int, part: int) -> tuple[View, View]:
+    """K and V of a page of one head as TMA copies them, for a pool of shape `pool`.
 
     `width` is head_dim padded to a power of two; the padding is zero. K's block is `[1, 128, width]`. V's block has its channels in parts,
     `[1, width / part, 8, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
+
+    Raises:
+        ValueError: the pool has more than 2^31 pages of a head, which TMA's coordinates cannot number.
     """
-    pool, form = pages.pool, pages.format
-    k, v = _views(pool.shape, form.head_dim, form.k.dtype, width, part)
-    return Tiles(pool, k), Tiles(pool, v)
-
-
-@lru_cache(maxsize=4096)
-def _views(shape: tuple[int, ...], head_dim: int, k_type: torch.dtype, width: int, part: int) -> tuple[View, View]:
-    """The arguments of `tiles`, for a pool of this shape."""
     page = PageLayout.of(head_dim)
-    num_pages, heads, nbytes = shape
+    num_pages, heads, nbytes = pool
     slots, parts = num_pages * heads, -(-head_dim // part)
     if slots >= 2**31:
         raise ValueError(f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several pools")
     bundles = min(part, head_dim) // BUNDLE
     return (
-        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, PAGE_SIZE, width), dtype=k_type, offset=page.k_offset),
+        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, PAGE_SIZE, width), dtype=key_dtype, offset=page.k_offset),
         View(
             (slots, parts, PAGE_SIZE // V_GROUP, bundles, ROW), (nbytes, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
             (1, width // part, PAGE_SIZE // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=page.v_offset,
