@@ -64,8 +64,8 @@ def pretend(machine: Sequence[Any]) -> None:
     answers: list[tuple[Callable, Callable]] = [
         (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16, head_dim=None: None),
         (
-            backends.select_backend,
-            lambda backend, device, dtype, head_dim: "hopper" if backend == "auto" and planned.hopper else backend,
+            backends.choose,
+            lambda backend, device, dtype, spec: "hopper" if backend == "auto" and planned.hopper else backend,
         ),
     ]
     for name, module in list(sys.modules.items()):

@@ -107,7 +107,7 @@ def with_states():
     """The plugin refuses vLLM before 0.28, where a state is as large as a block of vLLM's FP8. Here it is as large as a block of ours."""
     from vllm.platforms import current_platform
 
-    from fp8attn.formats.page_layout import PageLayout
+    from fp8attn.formats.spec import PageSpec
     from fp8attn.integrations.vllm import supported
 
     supported.BACKEND_IS_ASKED = True
@@ -117,7 +117,7 @@ def with_states():
     def with_pages(cls, config, backend):
         align(cls, config, backend)
         model, cache = config.model_config, config.cache_config
-        token = model.get_num_kv_heads(config.parallel_config) * PageLayout.of(model.get_head_size()).token_bytes
+        token = model.get_num_kv_heads(config.parallel_config) * PageSpec.of(model.get_head_size()).layout.token_bytes
         cache.mamba_page_size_padded = cache.block_size * token
 
     platform._align_hybrid_block_size = classmethod(with_pages)

@@ -14,6 +14,7 @@ from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.backends import load
 from fp8attn.formats.codec import CODECS, E4M3, INT8, codec_of
 from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.spec import PageSpec
 from fp8attn.ops import run_from_dense
 from fp8attn.params import Append
 from tests.support.kernel_cases import clone
@@ -84,7 +85,7 @@ def test_refusals_say_what_would_do(cache, q, options, message):
         ({"v": torch.zeros(2, 2, 100, 64).bfloat16()}, r"of one shape .* got \(2, 2, 100, 64\) torch.float32 .* torch.bfloat16"),
         ({"v": torch.zeros(2, 2, 99, 64)}, "k and v must be of one shape"),
         ({"k": torch.zeros(2, 2, 0, 64), "v": torch.zeros(2, 2, 0, 64)}, "not empty"),
-        ({"k": torch.zeros(2, 2, 9, 72), "v": torch.zeros(2, 2, 9, 72)}, r"head_dim one of \(64, 80"),
+        ({"k": torch.zeros(2, 2, 9, 72), "v": torch.zeros(2, 2, 9, 72)}, r"head_dim must be one of \(64, 80.*; got 72"),
         ({"k": torch.zeros(2, 100, 64)}, r"k must be \[B, heads, S, head_dim\]"),
         ({"k": torch.zeros(2, 2, 64, 100).mT}, "last dimension contiguous"),
         ({"k_mean": torch.zeros(2, 2, 64)}, r"k_mean must be \(2, 64\) float32 on cpu; got \(2, 2, 64\)"),
@@ -105,7 +106,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
         with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
             fp8attn.from_dense(x, x, **options)
-    pages = run_from_dense("reference", x, x, KVFormat(64, E4M3, rotate=False))
+    pages = run_from_dense("reference", x, x, KVFormat(PageSpec.of(64, "e4m3").name, rotate=False))
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 
@@ -244,7 +245,7 @@ def test_ops_pass_torch_opcheck(cache):
         torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(cache.pages(0)), *params, "reference"))
     x, mean = torch.randn(2, 2, 130, 64), torch.randn(2, 64)
     for codec in (INT8, E4M3):
-        form = flatten_format(KVFormat(64, codec, stored_k_mean=mean))
+        form = flatten_format(KVFormat(PageSpec.of(64, codec.name).name, stored_k_mean=mean))
         torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x.clone(), *form, "reference"))
 
 
@@ -332,7 +333,7 @@ def test_a_step_compiles_whole_and_once(cache):
 def test_the_schema_lists_the_options():
     """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages."""
     names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
-    pages = ["pool", "page_table", "cache_seqlens", "head_dim", "k_codec", "v_codec", "rotate", "stored_k_mean", "v_mean"]
+    pages = ["pool", "page_table", "cache_seqlens", "spec", "rotate", "stored_k_mean", "v_mean"]
     assert names == ["q", *pages, *AttentionParams._fields, "backend"]
 
 

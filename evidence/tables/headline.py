@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
 from fp8attn_tools.plan import CacheShape
 
 from ..rows import Rows, latest
@@ -28,7 +29,7 @@ def memory_of_llama() -> str:
 def headline() -> str:
     """BF16, a plain cast to FP8, and fp8attn."""
     public, tasks, engine = (latest(name)[1] for name in ("public_models", "tasks", "vllm"))
-    page = PageLayout.of(HEAD_DIM).nbytes / PAGE_SIZE
+    page = PageSpec.of(HEAD_DIM).layout.nbytes / PAGE_SIZE
     body = [[f"K and V of a token, bytes for each KV head of {HEAD_DIM} channels", f"{4 * HEAD_DIM}", f"{2 * HEAD_DIM}", f"{page:.0f}"]]
     for text, case in perplexities(public).items():
         costs = (public[case, impl]["d_ppl_pct"] for impl in CACHES)

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .backends import find
 from .contents import at_hand, check_appended, check_attended
-from .formats.codec import codec_of
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
+from .formats.spec import PageSpec
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -28,9 +28,9 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def resolve(backend: BackendName, x: torch.Tensor) -> BackendName:
+def resolve(backend: BackendName, x: torch.Tensor, spec: PageSpec) -> BackendName:
     """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
-    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, x.shape[-1]).name
+    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, spec).name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
@@ -46,19 +46,19 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 # The arguments of `KVFormat` and of `KVPages` in schemas, as `flatten_format` and `flatten_pages` give them.
-_FORMAT = "int head_dim, str k_codec, str v_codec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
+_FORMAT = "str spec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
 _PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
 _CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
-_PAGES_SIZE = 9  # number of arguments
+_PAGES_SIZE = 7  # number of arguments
 
 
-def flatten_format(form: KVFormat) -> tuple[Any, ...]:
+def flatten_format(format: KVFormat) -> tuple[Any, ...]:
     """A format as arguments of a torch op."""
-    return form.head_dim, form.k.name, form.v.name, form.rotate, form.stored_k_mean, form.v_mean
+    return format.name, format.rotate, format.stored_k_mean, format.v_mean
 
 
-def _format(head_dim: int, k: str, v: str, rotate: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
-    return KVFormat(head_dim, codec_of(k), codec_of(v), rotate, stored_k_mean, v_mean)
+def _format(spec: str, rotate: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
+    return KVFormat(spec, rotate, stored_k_mean, v_mean)
 
 
 def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
@@ -66,8 +66,8 @@ def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
     return (pages.pool, pages.page_table, pages.cache_seqlens, *flatten_format(pages.format))
 
 
-def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, *form: Any) -> KVPages:
-    return KVPages.trusted(pool, page_table, cache_seqlens, _format(*form))
+def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, *format: Any) -> KVPages:
+    return KVPages.trusted(pool, page_table, cache_seqlens, _format(*format))
 
 
 def _schema(kind: type[Append | AttentionParams]) -> str:
@@ -78,10 +78,10 @@ def _schema(kind: type[Append | AttentionParams]) -> str:
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = _pages(*args[:_PAGES_SIZE])
     *options, backend = args[_PAGES_SIZE:]
-    how, found = Append(*options), find(backend, k.device, k.dtype, k.shape[-1])
-    if at_hand(k, found.name):
-        check_appended(pages, k.shape[0], how)
-    found.append(pages, k, v, how)
+    append, writer = Append(*options), find(backend, k.device, k.dtype, pages.spec)
+    if at_hand(k, writer.name):
+        check_appended(pages, k.shape[0], append)
+    writer.append(pages, k, v, append)
 
 
 register(
@@ -94,10 +94,11 @@ register(
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *options, backend = args[_PAGES_SIZE:]
     params = AttentionParams(*options)
-    found, pages = find(backend, q.device, q.dtype, q.shape[-1]), _pages(*args[:_PAGES_SIZE])
-    if at_hand(q, found.name):
+    pages = _pages(*args[:_PAGES_SIZE])
+    reader = find(backend, q.device, q.dtype, pages.spec)
+    if at_hand(q, reader.name):
         check_attended(pages, q.shape[0], params)
-    out, lse = found.attention(q, pages, params)
+    out, lse = reader.attention(q, pages, params)
     return out, q.new_empty(0, dtype=torch.float32) if lse is None or not params.return_lse else lse
 
 
@@ -114,8 +115,9 @@ register(
 
 
 def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *form, backend = args
-    pages = find(backend, k.device, k.dtype, k.shape[-1]).from_dense(k, v, _format(*form))
+    *arguments, backend = args
+    format = _format(*arguments)
+    pages = find(backend, k.device, k.dtype, format.spec).from_dense(k, v, format)
     return pages.pool, pages.page_table, pages.cache_seqlens
 
 

@@ -18,9 +18,10 @@ from .backends import load
 from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
+from .errors import UsageError
 from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype
 from .formats.kv_format import KVFormat
-from .formats.page_layout import HEAD_DIMS
+from .formats.spec import PageSpec
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -141,7 +142,7 @@ def attention(
     )
     if out is not None:
         _check_out(out, q)
-    name = resolve(backend, q)
+    name = resolve(backend, q, pages.spec)
     if unobserved(q) and at_hand(q, name):
         check_attended(pages, q.shape[0], params)
     result, lse = run_attention(name, q, pages, params, out)
@@ -177,9 +178,9 @@ def from_dense(
     """
     check_dense(k, "k")
     check_dense(v, "v")
-    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or k.shape[3] not in HEAD_DIMS or not k.numel():
+    if k.shape != v.shape or k.dtype != v.dtype or k.device != v.device or not k.numel():
         raise ValueError(
-            f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty, head_dim one of {HEAD_DIMS}; "
+            f"k and v must be of one shape [B, num_kv_heads, S, head_dim], dtype and device, not empty; "
             f"got {tuple(k.shape)} {k.dtype} on {k.device} and {tuple(v.shape)} {v.dtype} on {v.device}"
         )
     for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
@@ -190,7 +191,10 @@ def from_dense(
             f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
             "fp8attn.scaled_dot_product_attention_quantized"
         )
-    return run_from_dense(resolve(backend, k), k, v, KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean))
+    if (refusal := PageSpec.of(k.shape[3], key_dtype).refusal) is not None:
+        raise UsageError(refusal)
+    format = KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean)
+    return run_from_dense(resolve(backend, k, format.spec), k, v, format)
 
 
 def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
@@ -218,12 +222,12 @@ def run_attention(
     return result, lse
 
 
-def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, form: KVFormat) -> KVPages:
+def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, format: KVFormat) -> KVPages:
     """`from_dense` with checked arguments and the resolved backend `name`."""
     if unobserved(k):
-        return load(name).from_dense(k, v, form)
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(form), name)
-    return KVPages(pool, table, lengths, form)
+        return load(name).from_dense(k, v, format)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(format), name)
+    return KVPages(pool, table, lengths, format)
 
 
 class HoldsKV(Protocol):
@@ -234,6 +238,9 @@ class HoldsKV(Protocol):
 
     @property
     def head_dim(self) -> int: ...
+
+    @property
+    def spec(self) -> PageSpec: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -252,7 +259,7 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
-    return resolve(backend, k)
+    return resolve(backend, k, cache.spec)
 
 
 def check_queries(q: torch.Tensor, pages: KVPages) -> None:

@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from .checks import check_flags, check_mean, check_size, check_tensor
+from .errors import UsageError
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.kv_format import KVFormat
-from .formats.page_layout import HEAD_DIMS, PAGE_SIZE, k_of, scales_of, v_of, v_rows
+from .formats.page_layout import PAGE_SIZE, k_of, scales_of, v_of, v_rows
 from .formats.rotation import rotate_back
+from .formats.spec import PageSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,25 +49,23 @@ class KVPages:
         # Dynamo traces this with checked tensors, or with proxies to write its graph.
         if torch.compiler.is_compiling() or isinstance(self.pool, torch.fx.Proxy):
             return
-        form = self.format
-        if not isinstance(form, KVFormat):
-            raise ValueError(f"format must be a KVFormat; got {type(form).__name__} (KVPages.empty and fp8attn.from_dense make one)")
-        if form.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {form.head_dim}")
+        format = self.format
+        if not isinstance(format, KVFormat):
+            raise ValueError(f"format must be a KVFormat; got {type(format).__name__} (KVPages.empty and fp8attn.from_dense make one)")
         for name in ("pool", "page_table", "cache_seqlens"):
             if not isinstance(getattr(self, name), torch.Tensor):
                 raise ValueError(f"{name} must be a tensor; got {type(getattr(self, name)).__name__}")
-        nbytes = form.layout.nbytes
+        spec, nbytes = format.spec, format.layout.nbytes
         if self.pool.dim() != 3 or self.pool.shape[2] != nbytes or self.page_table.dim() != 2:
             raise ValueError(
-                f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {form.head_dim}, and page_table [num_seqs, max_pages]; got "
+                f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {self.head_dim}, and page_table [num_seqs, max_pages]; got "
                 f"{tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
             )
-        mean = self.num_kv_heads, form.head_dim
+        means = (self.num_kv_heads, spec.k_dim), (self.num_kv_heads, spec.v_dim)
         for name, x, shape, dtype in (
             ("pool", self.pool, self.pool.shape, torch.uint8), ("page_table", self.page_table, self.page_table.shape, torch.int32),
             ("cache_seqlens", self.cache_seqlens, (self.num_seqs,), torch.int32),
-            ("stored_k_mean", form.stored_k_mean, mean, torch.float32), ("v_mean", form.v_mean, mean, torch.float32),
+            ("stored_k_mean", format.stored_k_mean, means[0], torch.float32), ("v_mean", format.v_mean, means[1], torch.float32),
         ):  # fmt: skip
             if x is not None:
                 check_tensor(x, name, shape, dtype, self.device, contiguous=name != "page_table")
@@ -119,7 +119,7 @@ class KVPages:
 
         Args:
             num_pages: pages in the pool.
-            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `page_layout.HEAD_DIMS`.
+            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `formats.spec.HEAD_DIMS`.
             num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
             device: the device of all tensors.
             key_dtype: the format of keys, as `PagedKVCache` takes it.
@@ -128,28 +128,28 @@ class KVPages:
         Raises:
             ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
         """
-        if head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim}")
+        if (refusal := PageSpec.of(head_dim, key_dtype).refusal) is not None:
+            raise UsageError(refusal)
         for size, name in ((num_pages, "num_pages"), (num_kv_heads, "num_kv_heads"), (num_seqs, "num_seqs"), (max_pages, "max_pages")):
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
         device = torch.empty(0, device=device).device  # with its index
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
             check_mean(mean, name, (num_kv_heads, head_dim), device)
-        form = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
+        format = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
         entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
         return cls(
-            torch.zeros(num_pages, num_kv_heads, form.layout.nbytes, dtype=torch.uint8, device=device),
+            torch.zeros(num_pages, num_kv_heads, format.layout.nbytes, dtype=torch.uint8, device=device),
             entries if entries.numel() <= num_pages else entries.zero_(),
             torch.zeros(num_seqs, dtype=torch.int32, device=device),
-            form,
+            format,
         )
 
     def __repr__(self) -> str:
-        form = self.format
+        format = self.format
         return (
             f"KVPages({self.num_seqs} seqs, {self.num_pages} pages, {self.num_kv_heads} KV heads of {self.head_dim}, "
-            f"{self.nbytes / 2**20:.1f} MiB, {form.k.name} keys, {'rotated' if form.rotate else 'not rotated'}, {self.device})"
+            f"{self.nbytes / 2**20:.1f} MiB, {format.k.name} keys, {'rotated' if format.rotate else 'not rotated'}, {self.device})"
         )
 
     def __deepcopy__(self, memo: dict) -> KVPages:
@@ -167,7 +167,13 @@ class KVPages:
 
     @property
     def head_dim(self) -> int:
-        return self.format.head_dim
+        """Channels of queries and of K."""
+        return self.format.spec.k_dim
+
+    @property
+    def spec(self) -> PageSpec:
+        """What a page holds."""
+        return self.format.spec
 
     @property
     def num_seqs(self) -> int:

@@ -12,6 +12,7 @@ BackendName = Literal["auto", "hopper", "triton", "reference"]  # of calls over 
 DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of calls on dense tensors
 BACKENDS: tuple[BackendName, ...] = ("hopper", "triton", "reference")
 DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
+MOST_DENSE = 256  # channels of a head in a dense call
 
 
 # What a layer's attention may have that changes its kernels.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fp8attn.cache.page_table import pages_of_window
 from fp8attn.checks import LARGEST
 from fp8attn.errors import UsageError
-from fp8attn.formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
 
 CACHES = ("bf16", "fp8")
 ENTRY = 4  # bytes of a page's entry in the page table, and of a length
@@ -39,8 +40,8 @@ class CacheShape:
         layers = self.full_layers if self.full_layers or not self.windows else 1
         if min(layers, self.num_kv_heads, self.head_dim, *self.windows, *self.windows_16_bit) < 1:
             raise UsageError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
-        if self.head_dim not in HEAD_DIMS:
-            raise UsageError(f"no FP8 cache for head_dim {self.head_dim}; it must be one of {HEAD_DIMS}")
+        if (refusal := PageSpec.of(self.head_dim).refusal) is not None:
+            raise UsageError(f"no FP8 cache: {refusal}")
 
     @property
     def num_layers(self) -> int:
@@ -81,7 +82,7 @@ class CacheShape:
     @property
     def _page_cost(self) -> int:
         """Bytes of a page of all KV heads of a layer."""
-        return self.num_kv_heads * PageLayout.of(self.head_dim).nbytes
+        return self.num_kv_heads * PageSpec.of(self.head_dim).layout.nbytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ import torch
 
 import fp8attn
 from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
-from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, triton
+from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, reference, triton
+from fp8attn.formats.codec import INT8
+from fp8attn.formats.spec import PageSpec
 
 
 def test_backends_say_why_not(monkeypatch):
@@ -29,6 +31,26 @@ def test_backends_say_why_not(monkeypatch):
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
     monkeypatch.setattr(triton, "TRITON_INSTALLED", False)
     assert "not installed" in unsupported_reason("triton", "cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (PageSpec(576, 512, INT8, v_in_k=True, scales="token"), "k576.int8-v512.e4m3-v_in_k-token_scales"),
+        (PageSpec(128, 64, INT8), "k128.int8-v64.e4m3"),
+        (PageSpec(64, 64, INT8, tokens=64), "k64.int8-v64.e4m3-64_tokens"),
+    ],
+)
+def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monkeypatch):
+    monkeypatch.setattr(hopper, "no_hopper_reason", lambda *args: None)
+    monkeypatch.setattr(hopper, "_has_gluon", lambda: True)
+    monkeypatch.setattr(triton, "TRITON_INSTALLED", True)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for backend, device in ((hopper.Hopper, gpu), (triton.Triton, gpu), (reference.Reference, cpu), (reference.Reference, gpu)):
+        assert f"there are no pages {named}: K and V must" in backend.supports(spec, torch.bfloat16, device)
+        with pytest.raises(ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"):
+            find(backend.name, device, torch.bfloat16, spec)
+        assert backend.supports(PageSpec.of(64), torch.bfloat16, device) is None
 
 
 def test_auto_never_falls_back_from_a_gpu():
@@ -76,7 +98,7 @@ print("triton" in sys.modules)
 
 def test_one_backend_is_made_once():
     cpu, found = torch.device("cpu"), load("reference")
-    assert find("auto", cpu, torch.float32, 64) is found is find("reference", cpu, torch.float16, 512)
+    assert find("auto", cpu, torch.float32, PageSpec.of(64)) is found is find("reference", cpu, torch.float16, PageSpec.of(512))
 
 
 def test_dense_queries_are_tokens():

@@ -9,8 +9,9 @@ from torch.autograd import forward_ad
 import fp8attn
 from fp8attn import scaled_dot_product_attention_quantized as attend
 from fp8attn.dense.strategies import fp8_strategy
-from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.codec import FP8
 from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.spec import PageSpec
 from fp8attn.numerics import relative_error
 
 
@@ -230,7 +231,7 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
 
     (_, k, v), _ = operands(kv_len=130, head_dim=head_dim)
     k.view(torch.uint8)[0, 0, :3, :2] = torch.tensor([[0x01, 0x81], [0x7E, 0xFE], [0x00, 0x80]], dtype=torch.uint8)
-    options = {"form": KVFormat(head_dim, E4M3, rotate=False)}
+    options = {"form": KVFormat(PageSpec.of(head_dim, "e4m3").name, rotate=False)}
     pages, expected = append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options), reference.from_dense(k, v, **options)
     for name in ("v", "k_scale", "v_scale", "page_table", "cache_seqlens"):  # K's bytes past the end are anything
         ours, theirs = (getattr(x, name) for x in (pages, expected))

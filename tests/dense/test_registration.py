@@ -10,6 +10,7 @@ from fp8attn import (
 )
 from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.spec import PageSpec
 from fp8attn.params import AttentionParams
 from tests.dense.inputs import INTERPRETED, bhsd
 
@@ -19,7 +20,7 @@ def test_ops_pass_torch_opcheck():
     x = bhsd(2, 2, 130, 64, True)
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
-        pages_of = (y, y, *flatten_format(KVFormat(64)), backend)
+        pages_of = (y, y, *flatten_format(KVFormat(PageSpec.of(64).name)), backend)
         torch.library.opcheck(torch.ops.fp8attn.from_dense, pages_of, test_utils=checks[:2])
         pages = fp8attn.from_dense(y, y, backend=backend)
         q = y.transpose(1, 2).flatten(0, 1)

@@ -13,6 +13,7 @@ from fp8attn.backends import load
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
 from fp8attn.formats.rope import DenseRope, Rope, apply_rope, dense_rope
+from fp8attn.formats.spec import PageSpec
 from fp8attn.numerics import sqnr_db
 from tests.dense.inputs import BACKENDS, INTERPRETED, X, bhsd, turned
 from tests.support.kernel_cases import random_tokens
@@ -121,7 +122,7 @@ def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, inter
     q = bhsd(batch, 3 * heads, 270, head_dim, not transposed, torch.bfloat16)
     outs = torch.full_like(q, torch.inf), torch.full_like(q, torch.inf)
     ours, theirs = (
-        load(backend).from_dense(k, v, KVFormat(head_dim), DenseRope(*tables, q, out) if rotary else None)
+        load(backend).from_dense(k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out) if rotary else None)
         for backend, out in zip(("triton", "reference"), outs, strict=True)
     )
     assert torch.equal(*outs) and outs[0].isfinite().all() == (rotary > 0)
@@ -142,7 +143,7 @@ def test_refusals_of_the_dense_ops():
         fp8attn.from_dense(X.transpose(2, 3), X.transpose(2, 3))
     with pytest.raises(RuntimeError, match="FP8 ops have none"):
         fp8attn.from_dense(*[X.clone().requires_grad_()] * 2)
-    with pytest.raises(ValueError, match="head_dim one of"):
+    with pytest.raises(ValueError, match="head_dim must be one of"):
         fp8attn.from_dense(X[..., :48], X[..., :48])
     with pytest.raises(ValueError, match="not empty"):
         fp8attn.from_dense(X[:, :, :0], X[:, :, :0])

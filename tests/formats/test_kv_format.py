@@ -4,10 +4,11 @@ import dataclasses
 
 from fp8attn.formats.codec import E4M3, INT8
 from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.spec import PageSpec
 
 
 def test_defaults():
-    form = KVFormat(64)
+    form = KVFormat(PageSpec.of(64).name)
     assert (form.k, form.v, form.rotate, form.stored_k_mean, form.v_mean) == (INT8, E4M3, True, None, None)
 
 

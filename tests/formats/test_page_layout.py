@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fp8attn.formats.codec import CODECS, E4M3, FP8, codec_of
-from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, PageLayout, pack_k, pack_v, unpack_k, unpack_v
+from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate
+from fp8attn.formats.spec import PageSpec
 from fp8attn.pages import KVPages
 
 
@@ -62,7 +63,7 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
     assert not pages.pool[:, :, 256 * head_dim : -128].any()
     header = bytes(pages.pool[1, 2, -128:].tolist())
     assert header == struct.pack("<ff", 0.1, 2.0**-20) + bytes(120)
-    assert PageLayout.of(head_dim).nbytes == size and PageLayout.of(head_dim).token_bytes == size // 128
+    assert PageSpec.of(head_dim).layout.nbytes == size and PageSpec.of(head_dim).layout.token_bytes == size // 128
 
 
 def filled(key_dtype="int8", rotate_keys=False, **means) -> KVPages:
@@ -138,7 +139,7 @@ def with_k_mean(pages: KVPages, mean: torch.Tensor) -> dict:
         (lambda p: {"pool": torch.zeros(4 * 2 * 16512 + 8, dtype=torch.uint8)[8:].view(4, 2, 16512)}, "begin at a multiple of 16 bytes"),
         (lambda p: {"pool": p.pool.view(torch.int8)}, r"pool must be \(4, 2, 16512\) uint8 on cpu; got \(4, 2, 16512\) int8"),
         (lambda p: {"pool": p.pool[..., :16384].contiguous()}, r"pool must be .* 16512\] for head_dim 64.*got \(4, 2, 16384\)"),
-        (lambda p: {"format": replace(p.format, head_dim=72)}, r"head_dim must be one of \(64, 80"),
+        (lambda p: {"format": replace(p.format, name=PageSpec.of(72).name)}, "there are no pages 'k72.int8-v72.e4m3'"),
         (lambda p: {"pool": p.pool.flatten(0, 1)}, r"pool must be \[num_pages, num_kv_heads"),
         (lambda p: {"pool": None}, "pool must be a tensor; got NoneType"),
         (lambda p: with_k_mean(p, torch.zeros(3, 2, 64)), r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rotation import block_size, rotate, rotate_back, signs
+from fp8attn.formats.spec import HEAD_DIMS
 
 BLOCKS = {64: 64, 80: 16, 96: 32, 128: 128, 192: 64, 256: 128, 512: 128}
 

@@ -11,6 +11,7 @@ from fp8attn.dense import strategies
 from fp8attn.dense.sdpa import attend_dense
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import DenseRope, Rope
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.append import from_dense
 from fp8attn.kernels.launch import recording
 
@@ -92,7 +93,9 @@ def test_queries_and_keys_are_the_references(head_dim, half, interleaved, dtype)
     tables = [Rope(*angles(2, length, half).values(), interleaved) for length in (300, 1500)]
     outs = [torch.full_like(q, torch.nan) for _ in range(2)]
     writers = from_dense, reference.from_dense
-    ours, theirs = (write(k, v, KVFormat(head_dim), DenseRope(*tables, q, out)) for write, out in zip(writers, outs, strict=True))
+    ours, theirs = (
+        write(k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out)) for write, out in zip(writers, outs, strict=True)
+    )
     assert torch.equal(*outs) and not outs[0].isnan().any()
     assert torch.equal(ours.k_scale, theirs.k_scale)
     for seq in range(2):

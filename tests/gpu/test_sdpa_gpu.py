@@ -12,6 +12,7 @@ from fp8attn._torch_ops import flatten_format, flatten_pages
 from fp8attn.backends import select_backend
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import unpack_k, unpack_v
+from fp8attn.formats.spec import PageSpec
 from fp8attn.numerics import sqnr_db
 from fp8attn.params import AttentionParams
 from tests.support.kernel_cases import case_id, pairwise, poison_empty
@@ -151,7 +152,7 @@ def test_ops_pass_torch_opcheck():
     x = dense(2, 2, 300, 128, "transposed")
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(128)), name), test_utils=checks)
+    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(PageSpec.of(128).name)), name), test_utils=checks)
     pages = fp8attn.from_dense(x, x)
     options = AttentionParams(None, 300, True, 0.1, exact=True)
     torch.library.opcheck(

@@ -87,8 +87,8 @@ def test_models():
     assert "Mamba or linear attention" in reason(has_states=True)
     assert "has an encoder" in reason(is_encoder_decoder=True)
     assert "pass --dtype bfloat16" in reason(dtype=torch.float32)
-    assert "heads of K have 128 channels and those of V 64" in reason(v_head_dim=64)
-    assert "its head_dim is 100" in reason(head_dim=100, v_head_dim=100)
+    assert "there are no pages k128.int8-v64.e4m3: K and V must have one head_dim" in reason(v_head_dim=64)
+    assert "head_dim must be one of (64, 80, 96, 128, 192, 256, 512); got 100" in reason(head_dim=100, v_head_dim=100)
     assert "pass --disable-hybrid-swa-memory" in reason(is_hybrid_swa=True)
     assert "in chunks of 8192 tokens" in reason(attention_chunk_size=8192)
 
@@ -104,7 +104,7 @@ def test_layers():
     assert reason() is None and reason(logit_cap=50.0) is None
     assert "layer 3 is not that of a decoder" in reason(attn_type=SimpleNamespace(value="encoder_only"))
     assert "layer 3 is not that of a decoder" in reason(is_cross_attention=True)
-    assert "layer 3 has heads of 128 channels of K and 64 of V" in reason(v_head_dim=64)
+    assert "layer 3: there are no pages k128.int8-v64.e4m3: K and V must" in reason(v_head_dim=64)
     assert "a logit cap of another form" in reason(logit_cap=30.0, logit_capping_method="sigmoid")
     for has in ({"pos_encoding_mode": "ALIBI"}, {"xai_temperature_len": 1024}, {"use_irope": True}):
         assert "which fp8attn does not support" in reason(**has)

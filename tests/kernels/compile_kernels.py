@@ -16,10 +16,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from fp8attn import AttentionParams, KVPages
-from fp8attn.formats.codec import CODECS, E4M3, FP8
+from fp8attn.formats.codec import FP8
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rope import DenseRope, Rope
+from fp8attn.formats.spec import HEAD_DIMS, PageSpec
 from fp8attn.kernels import append, combine, portable
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
@@ -77,7 +77,7 @@ def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int
     x = torch.zeros(2, 300, 8, head_dim, dtype=dtype).transpose(1, 2)
     angle = torch.zeros(2, 300, rotary // 2) if rotary else None
     mean = torch.zeros(8, head_dim) if key_dtype == "e4m3" else None
-    form, rope = KVFormat(head_dim, CODECS[key_dtype], E4M3, rotate, mean, mean), None
+    form, rope = KVFormat(PageSpec.of(head_dim, key_dtype).name, rotate, mean, mean), None
     if angle is not None:
         q = torch.zeros(2, 32, 300, head_dim, dtype=dtype)
         rope = DenseRope(*2 * [Rope(angle, angle, interleaved)], q, torch.empty_like(q))

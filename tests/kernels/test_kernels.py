@@ -9,10 +9,10 @@ pytest.importorskip("triton")
 import fp8attn
 from fp8attn import AttentionParams, KVPages
 from fp8attn._torch_ops import flatten_pages
-from fp8attn.formats.codec import E4M3, FP8
+from fp8attn.formats.codec import FP8
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.page_layout import PageLayout
 from fp8attn.formats.rope import DenseRope, Rope
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append, from_dense
 from fp8attn.kernels.launch import recording
@@ -41,9 +41,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.tiles import views
 
-    assert views((2**31 - 1, 1, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
+    assert views((2**31 - 1, 1, PageSpec.of(128).layout.nbytes), 128, torch.int8, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        views((2**28, 8, PageLayout.of(128).nbytes), 128, torch.int8, 128, 128)
+        views((2**28, 8, PageSpec.of(128).layout.nbytes), 128, torch.int8, 128, 128)
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():
@@ -70,8 +70,8 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     tokens, prompt = torch.empty(batch, 2, 64, **half), torch.empty(40 * batch, 2, 64, **half)
     bounds = torch.empty(batch + 1, dtype=torch.int32, device="meta")
     with recording(dry=True) as launches:
-        pages = from_dense(x, x, KVFormat(64), rope)
-        from_dense(x.to(FP8), x.to(FP8), KVFormat(64, E4M3, rotate=False))
+        pages = from_dense(x, x, KVFormat(PageSpec.of(64).name), rope)
+        from_dense(x.to(FP8), x.to(FP8), KVFormat(PageSpec.of(64, "e4m3").name, rotate=False))
         append(pages, tokens, tokens, Append(None, 1))
         append(pages, prompt, prompt, Append(None, 40))
         append(pages, prompt, prompt, Append(bounds, 40))

@@ -19,9 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
+from fp8attn.backends import hopper
 from fp8attn.dense import sdpa, strategies
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.page_layout import NARROW_HEAD_DIMS
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
@@ -149,17 +150,17 @@ def main() -> None:
     target, *words = sys.argv[1:]
     plan_for(TARGETS[target])
 
-    def backend(head_dim: int) -> BackendName:
-        return "hopper" if target == "sm_90" and head_dim in NARROW_HEAD_DIMS else "triton"
+    def backend(spec: PageSpec) -> BackendName:
+        return "hopper" if target == "sm_90" and hopper.refusal(spec) is None else "triton"
 
-    ops.find = _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
+    _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
     sdpa._machine_reason = lambda *_: None
     torch._assert_async = lambda *_: None
     found = {}
     for name, layers in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        layers = [replace(layer, backend=backend(layer.head_dim)) for layer in layers]
+        layers = [replace(layer, backend=backend(PageSpec.of(layer.head_dim))) for layer in layers]
         known: dict = {}
         for layer in layers:
             known |= launches(layer)

@@ -13,7 +13,7 @@ pytest.importorskip("sglang")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from fp8attn import UsageError
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.engine.layer import EngineLayer
 from fp8attn.integrations.engine.options import Options
 from fp8attn.integrations.engine.static import StaticState
@@ -26,7 +26,7 @@ MOST = 4  # sequences of the largest graph
 def layer_of():
     """A layer and its pages. Page 0 takes padding."""
     layer = EngineLayer(Q_HEADS, HEADS, DIM, options=Options(), static=StaticState(None, None, None), device="cpu")
-    layer.bind(torch.zeros(PAGES, HEADS, PageLayout.of(DIM).nbytes, dtype=torch.uint8))
+    layer.bind(torch.zeros(PAGES, HEADS, PageSpec.of(DIM).layout.nbytes, dtype=torch.uint8))
     return layer
 
 

@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from transformers import DeepseekV2Config, LlamaConfig
 
 from fp8attn import UsageError
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.sglang import supported_graphs
 from fp8attn.integrations.sglang.pool import FP8PagePool
 from tests.support.answers import MODEL
@@ -105,7 +105,7 @@ def test_the_budget_is_that_of_pages(monkeypatch):
     model = SimpleNamespace(head_dim=64, get_num_kv_heads=lambda *sizes: 2)
     found = object.__new__(pool_configurator.DefaultPoolConfigurator)
     found._cell_size, found._fixed_overhead_bytes = found._compute_cell_size(SimpleNamespace(model_config=model), 3), 0
-    assert found._cell_size == 3 * 2 * PageLayout.of(64).token_bytes == 3 * 2 * (2 * 64 + 1)
+    assert found._cell_size == 3 * 2 * PageSpec.of(64).layout.token_bytes == 3 * 2 * (2 * 64 + 1)
     budget = 1_000_000
     tokens = found.calculate_pool_sizes(budget, 128).max_total_num_tokens
     pool = pool_of(tokens)

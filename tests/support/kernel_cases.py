@@ -17,6 +17,7 @@ from fp8attn.formats.codec import CODECS, E4M3, FP8, KeyDtype
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import HEADER, PAGE_SIZE, unpack_k, unpack_v
 from fp8attn.formats.rope import DenseRope, Rope
+from fp8attn.formats.spec import PageSpec
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 
@@ -277,7 +278,7 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     tables = [Rope(angle.cos(), angle.sin(), case["interleaved"]) for angle in angles]
     ropes = [DenseRope(*tables, q, torch.empty_like(q)) if rotary else None for _ in range(2)]
     codec = E4M3 if given_bytes else CODECS[case["key_dtype"]]
-    form = KVFormat(head_dim, codec, E4M3, case["rotate"] and not given_bytes, k_mean, v_mean)
+    form = KVFormat(PageSpec.of(head_dim, codec.name).name, case["rotate"] and not given_bytes, k_mean, v_mean)
     actual, expected = from_dense(k, v, form, ropes[0]), reference.from_dense(k, v, form, ropes[1])
     if rotary:
         outs = torch.stack([rope.out for rope in ropes])

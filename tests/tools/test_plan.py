@@ -7,7 +7,7 @@ import torch
 
 from fp8attn import PagedKVCache
 from fp8attn.checks import LARGEST
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.spec import PageSpec
 from fp8attn_tools.plan import CacheShape, human, parse_bytes, plan
 
 LLAMA_8B = CacheShape(full_layers=32, num_kv_heads=8, head_dim=128)
@@ -38,7 +38,7 @@ def test_windows_are_those_of_a_cache(context, batch):
             cache.append(layer, x, x)
         made.append(cache.nbytes)
     shape = CacheShape(0, 2, 64, windows=(512, 512, 1024, 1024))
-    page = PageLayout.of(64).nbytes * 2
+    page = PageSpec.of(64).layout.nbytes * 2
     assert shape.nbytes("fp8", context, batch) - sum(made) in (0, batch * page * 4)
     assert shape.nbytes("bf16", context, batch) == batch * 4 * 2 * 64 * sum(min(context, w) for w in shape.windows)
     assert shape.bytes_per_token("bf16") == 0 and shape.bytes_per_token("fp8") == 2 * 4 / 128
@@ -82,7 +82,7 @@ def test_errors():
         plan(LLAMA_8B, 8 * 10**9, weights=16 * 10**9)
     with pytest.raises(ValueError, match="must be positive"):
         plan(LLAMA_8B, 10**9, batch=0)
-    with pytest.raises(ValueError, match=r"no FP8 cache for head_dim 100; it must be one of \(64, "):
+    with pytest.raises(ValueError, match=r"no FP8 cache: head_dim must be one of \(64, .*; got 100"):
         CacheShape(1, 1, 100)
     for shape in ((0, 2, 64), (0, 2, 64, (), (16,)), (1, 0, 64), (1, 1, 0), (1, 2, 64, (0,))):
         with pytest.raises(ValueError, match="full_layers, num_kv_heads, head_dim and windows must be positive"):

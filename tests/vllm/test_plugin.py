@@ -16,7 +16,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from fp8attn import UsageError
-from fp8attn.formats.page_layout import PageLayout
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
@@ -70,7 +70,7 @@ def test_a_block_is_pages_of_each_head(window, pages):
         assert FP8AttentionBackend.customize_spec(found) == found
     else:
         found = specs.of_layer(lambda config: spec)(None)
-    assert found.page_size_bytes == pages * HEADS * PageLayout.of(D).nbytes == spec.page_size_bytes + pages * HEADS * 128
+    assert found.page_size_bytes == pages * HEADS * PageSpec.of(D).layout.nbytes == spec.page_size_bytes + pages * HEADS * 128
     assert isinstance(found, type(spec))
     (tokens,) = FP8AttentionBackend.get_supported_kernel_block_sizes(found)
     assert pages * found.copy_with_new_block_size(tokens).page_size_bytes == found.page_size_bytes
@@ -95,7 +95,7 @@ def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
     assert (found["window"].block_size, found["full"].block_size) == tokens
     assert found["window"].page_size_bytes == found["full"].page_size_bytes
     for spec in found.values():
-        assert spec.page_size_bytes == spec.block_size // 128 * spec.num_kv_heads * PageLayout.of(spec.head_size).nbytes
+        assert spec.page_size_bytes == spec.block_size // 128 * spec.num_kv_heads * PageSpec.of(spec.head_size).layout.nbytes
 
 
 def good(**changes):

@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from ..errors import UsageError
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.spec import HEAD_DIMS, PageSpec
 from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from . import fa3
 from .base import Backend
@@ -30,9 +30,9 @@ from .hopper import Hopper
 from .reference import Reference
 from .triton import Triton
 
-__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "fa3", "find", "load", "select_backend", "unsupported_reason"]
+__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "choose", "fa3", "find", "load", "select_backend", "unsupported_reason"]
 
-_CLASSES: dict[str, type[Backend]] = {found.name: found for found in (Hopper, Triton, Reference)}
+_CLASSES: dict[str, type[Backend]] = {each.name: each for each in (Hopper, Triton, Reference)}
 
 
 def unsupported_reason(
@@ -47,11 +47,11 @@ def unsupported_reason(
         UsageError: there is no such backend.
     """
     check_backend(backend, DENSE_BACKENDS)
-    device, reason = torch.device(device), None
+    device, spec, reason = torch.device(device), PageSpec.of(head_dim or HEAD_DIMS[0]), None
     if backend == "fa3":
         return fa3.unsupported_reason(device, dtype)
     for name in _tried(backend, device):
-        if (reason := _CLASSES[name].unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
+        if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
             return None
     return reason
 
@@ -73,14 +73,18 @@ def select_backend(
     Raises:
         UsageError: the backend cannot serve this; the message has the reason.
     """
-    device = torch.device(device)
+    return choose(backend, torch.device(device), dtype, PageSpec.of(head_dim or HEAD_DIMS[0]))
+
+
+def choose(backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec) -> BackendName:
+    """`select_backend` for pages of `spec`."""
     if backend == "fa3":
         raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
     check_backend(backend)
     for name in _tried(backend, device):
-        if (reason := _CLASSES[name].unsupported_reason(device, dtype, head_dim or HEAD_DIMS[0])) is None:
+        if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
             return _CLASSES[name].name
-    hint = "; backend='reference' runs anywhere, slowly" if name != "reference" else ""
+    hint = "; backend='reference' runs anywhere, slowly" if name != "reference" and spec.refusal is None else ""
     raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
 
 
@@ -90,14 +94,14 @@ def load(name: BackendName) -> Backend:
     return _CLASSES[name]()
 
 
-def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec) -> Backend:
     """The backend for a call, with `"auto"` resolved.
 
     Raises:
         UsageError: as `select_backend`.
     """
-    return load(select_backend(backend, device, dtype, head_dim))
+    return load(choose(backend, device, dtype, spec))
 
 
 # The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments for mypy.
-find: Callable[[BackendName, torch.device, torch.dtype, int], Backend] = cache(_find)
+find: Callable[[BackendName, torch.device, torch.dtype, PageSpec], Backend] = cache(_find)

@@ -10,6 +10,7 @@ import torch
 from ..formats.codec import FP8
 from ..formats.kv_format import KVFormat
 from ..formats.rope import DenseRope
+from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import Append, AttentionParams, BackendName
 
@@ -25,13 +26,13 @@ class Backend(Protocol):
     name: BackendName
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why the backend cannot serve `dtype` inputs of `head_dim` on `device`; None if it can."""
+    def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+        """Why the backend cannot serve pages of `spec` and inputs of `dtype` on `device`; None if it can."""
 
-    def append(self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
+    def append(self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
         """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences."""
 
-    def from_dense(self, k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope | None = None) -> KVPages:
+    def from_dense(self, k: torch.Tensor, v: torch.Tensor, format: KVFormat, rope: DenseRope | None = None) -> KVPages:
         """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one.
 
         With `rope`, which E4M3 inputs do not have, K is rotated in FP32 before it is rounded, and the queries are written to `rope.out`.

@@ -9,13 +9,22 @@ from importlib import import_module
 
 import torch
 
-from ..formats.page_layout import NARROW_HEAD_DIMS
+from ..formats.spec import PageSpec
 from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
 from .base import attend_tokens, empty_rows
 from .writer import Writer
+
+MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory twice
+
+
+def refusal(spec: PageSpec) -> str | None:
+    """Why these kernels do not take pages of `spec`, on any GPU; None if they do."""
+    if spec.refusal is None and spec.k_dim > MOST_CHANNELS:
+        return f"the kernels for Hopper take a head_dim of up to {MOST_CHANNELS}, not {spec.k_dim}; the backend 'triton' takes it"
+    return spec.refusal
 
 
 class Hopper(Writer):
@@ -32,16 +41,14 @@ class Hopper(Writer):
         self._prefill = prefill
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
         if (reason := no_hopper_reason(device, "the kernels are")) is not None:
             return reason
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"the kernels take bfloat16 and float16, not {dtype}"
-        if head_dim not in NARROW_HEAD_DIMS:
-            return f"the kernels for Hopper take a head_dim of up to {NARROW_HEAD_DIMS[-1]}, not {head_dim}; the backend 'triton' takes it"
-        return None
+        return refusal(spec)
 
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0

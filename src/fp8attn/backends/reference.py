@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference
+from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
@@ -18,10 +19,10 @@ class Reference:
     from_dense = staticmethod(reference.from_dense)
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point of 16, 32 or 64 bits, not {dtype}"
-        return None
+        return spec.refusal
 
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0

@@ -8,6 +8,7 @@ import os
 import torch
 
 from ..errors import UsageError
+from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from .base import attend_tokens
@@ -28,14 +29,14 @@ class Triton(Writer):
         self._kernel = portable_attention
 
     @staticmethod
-    def unsupported_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"the kernels take bfloat16 and float16, not {dtype}"
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
-        return None
+        return spec.refusal
 
     def attention(
         self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0

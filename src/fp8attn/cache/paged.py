@@ -30,7 +30,7 @@ class PagedKVCache(Sequences):
     A cache is not thread-safe.
 
     Args:
-        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `page_layout.HEAD_DIMS`.
+        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `formats.spec.HEAD_DIMS`.
         num_layers: number of layers. `append` and `attention` take the number of a layer, from 0.
         num_seqs: number of sequences (the batch).
         num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools grow with the tokens.
@@ -174,7 +174,7 @@ class PagedKVCache(Sequences):
         ops.check_queries(q, pages)
         call = q.dtype, q.shape[1], *options
         if call not in step.calls:
-            step.calls[call] = resolve(self.backend, q), ops.params_of(q, pages, step.cu_seqlens, step.longest, *options)
+            step.calls[call] = resolve(self.backend, q, self.spec), ops.params_of(q, pages, step.cu_seqlens, step.longest, *options)
         name, params = step.calls[call]
         if layer not in self.ahead.attended:
             changing = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)

@@ -11,7 +11,7 @@ import torch
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
-from ..formats.page_layout import HEAD_DIMS
+from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import BackendName, check_backend
 from ..precompile.calls import Layer as KernelLayer
@@ -48,8 +48,9 @@ class Sequences:
         device: torch.device | str | None = None,
         backend: BackendName = "auto",
     ) -> None:
-        if not is_whole(head_dim) or head_dim not in HEAD_DIMS:
-            raise UsageError(f"head_dim must be one of {HEAD_DIMS}; got {head_dim!r}")
+        self.spec = PageSpec.of(head_dim, key_dtype)
+        if (refusal := self.spec.refusal) is not None:
+            raise UsageError(refusal)
         sizes = {
             "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen,
             "window": window,
@@ -77,7 +78,7 @@ class Sequences:
                     f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most {LARGEST:,}"
                 )
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.head_dim = self.spec.k_dim
         self.device = _device(device)
         self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
         options = [

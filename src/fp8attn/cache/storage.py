@@ -28,7 +28,8 @@ from safetensors import SafetensorError, safe_open
 from ..checks import check_tensor
 from ..errors import UsageError
 from ..files import write_tensors
-from ..formats.page_layout import PAGE_SIZE, PageLayout
+from ..formats.page_layout import PAGE_SIZE
+from ..formats.spec import PageSpec
 from ..params import BackendName
 from ..scales import TENSORS, LayerScales
 from .page_table import first_column, num_pages_of
@@ -135,7 +136,7 @@ def _table(tensors: dict[str, torch.Tensor], numbers: list[int], window: int | N
 def _pools(tensors: dict[str, torch.Tensor], numbers: list[int], num_pages: int, shared: dict[str, Any]) -> list[torch.Tensor]:
     """The pages of each layer of a cache. Raises ValueError for other shapes, which a copy would broadcast."""
     heads, head_dim = shared["num_kv_heads"], shared["head_dim"]
-    pool, scale, mean = (num_pages, heads, PageLayout.of(head_dim).nbytes), (heads,), (heads, head_dim)
+    pool, scale, mean = (num_pages, heads, PageSpec.of(head_dim).layout.nbytes), (heads,), (heads, head_dim)
     for number in numbers:
         check_tensor(tensors[f"pages.{number}"], f"pages.{number}", pool, torch.uint8, CPU)
         for name in (f"{x}_mean.{number}" for x in "kv"):

@@ -11,8 +11,7 @@ from .._torch_ops import register, unobserved
 from ..checks import check_flags, check_is_tensor, check_number, check_tensor
 from ..derivatives import check_derivatives, derivative_reason
 from ..formats.codec import FP8
-from ..formats.page_layout import NARROW_HEAD_DIMS
-from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
+from ..params import DENSE_BACKENDS, MOST_DENSE, DenseBackendName, check_backend
 from .strategies import Scale, fp8_strategy, padded, padded_size
 
 PER_HEAD = 0  # torch's DescaleType.PER_HEAD, a member of an IntEnum
@@ -83,10 +82,10 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
             wanted = f"{FP8} on {query.device} (fp8attn.scaled_dot_product_attention takes 16 bits and quantizes)"
             raise ValueError(f"{name} must be {wanted}; got {x.dtype} on {x.device}")
     fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
-    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > NARROW_HEAD_DIMS[-1]:
+    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > MOST_DENSE:
         raise ValueError(
             f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E and Ev up to "
-            f"{NARROW_HEAD_DIMS[-1]}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            f"{MOST_DENSE}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
 

@@ -20,9 +20,9 @@ from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..formats.rope import DenseRope, Rope, dense_rope, rope_of
-from ..params import DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
+from ..formats.spec import PageSpec
+from ..params import DENSE_BACKENDS, MOST_DENSE, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
 from .strategies import padded, padded_size, strategy
 
@@ -73,8 +73,8 @@ def fallback_reason(
         return "a dimension is empty"
     if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
         return "query and key differ in their number of heads: pass enable_gqa=True, and a multiple of key's heads as query's"
-    if q_shape[-1] > NARROW_HEAD_DIMS[-1] or v_shape[-1] > NARROW_HEAD_DIMS[-1]:
-        return f"a head_dim above {NARROW_HEAD_DIMS[-1]} is not supported"
+    if q_shape[-1] > MOST_DENSE or v_shape[-1] > MOST_DENSE:
+        return f"a head_dim above {MOST_DENSE} is not supported"
     if scale is not None and not scale > 0.0:
         return "the scale is not positive"
     if device.type == "cpu":
@@ -148,7 +148,7 @@ def scaled_dot_product_attention(
     Args:
         query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
         key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
-            `page_layout.NARROW_HEAD_DIMS`, the tensors are copied and padded with zeros.
+            `formats.spec.HEAD_DIMS` up to 256, the tensors are copied and padded with zeros.
         attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
             reason is logged at the level DEBUG.
         is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.
@@ -282,7 +282,7 @@ def _prepare(
     is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
 ) -> None:  # fmt: skip
     """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
-    if (name := find(backend, device, dtype, shape[-1]).name) == "reference":
+    if (name := find(backend, device, dtype, PageSpec.of(shape[-1], key_dtype)).name) == "reference":
         return
     batch, heads, q_len, head_dim = shape
     dtypes = {value: key for key, value in calls.DTYPES.items()}

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from ..backends import Backend, fa3, find
 from ..formats.codec import E4M3, FP8
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import NARROW_HEAD_DIMS
 from ..formats.rope import DenseRope, apply_rope
+from ..formats.spec import HEAD_DIMS, PageSpec
 from ..pages import KVPages
-from ..params import AttentionParams, DenseBackendName
+from ..params import MOST_DENSE, AttentionParams, DenseBackendName
 
 Attend = Callable[[torch.Tensor, bool], torch.Tensor]  # from queries and whether attention is causal
 Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
@@ -29,7 +29,7 @@ def strategy(
     """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are `rope.out`."""
     if backend == "fa3":
         return _quantized_rows(k, v, softmax_scale, form.rotate, rope)
-    paged = find(backend, k.device, k.dtype, k.shape[3])
+    paged = find(backend, k.device, k.dtype, form.spec)
     pages = paged.from_dense(k, v, form, rope)
     return _over_pages(paged, pages, softmax_scale, k.shape[2] if rope is None else 0)  # the launch before attention writes `rope.out`
 
@@ -41,10 +41,11 @@ def fp8_strategy(
     if backend == "fa3":
         fa3.check(k.device, torch.bfloat16)
         return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale)
-    paged = find(backend, k.device, torch.bfloat16, k.shape[3])
+    form = KVFormat(PageSpec.of(k.shape[3], E4M3.name).name, rotate=False)
+    paged = find(backend, k.device, torch.bfloat16, form.spec)
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
-    pages = paged.from_dense(k, v, KVFormat(k.shape[3], E4M3, rotate=False))
+    pages = paged.from_dense(k, v, form)
     batch = len(k)
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
@@ -96,8 +97,8 @@ def _quantized_rows(k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rota
 
 def padded_size(head_dim: int, v_dim: int) -> int:
     """The smallest head_dim of dense calls that is large enough for queries and values of these sizes."""
-    for size in NARROW_HEAD_DIMS:
-        if size >= head_dim and size >= v_dim:
+    for size in HEAD_DIMS:
+        if max(head_dim, v_dim) <= size <= MOST_DENSE:
             return size
     raise ValueError(f"no kernel takes a head_dim of {head_dim} and {v_dim}")
 

@@ -19,8 +19,6 @@ import torch
 
 PAGE_SIZE = 128
 V_GROUP = 16  # tokens of a group of V
-HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
-NARROW_HEAD_DIMS = HEAD_DIMS[:-1]  # all that the kernels for Hopper, dense calls and the plugin of SGLang take
 
 # Bytes of the header, and where its fields begin in it. The rest is zero.
 HEADER = 128
@@ -34,18 +32,20 @@ V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where the parts of a page of one KV head are: offsets from its first byte, and numbers of bytes. `PageLayout.of` makes it.
+    """Where the parts of a page of one KV head are: offsets from its first byte, and numbers of bytes.
 
-    Kernels take it as a compile-time option. It has plain fields, so that a kernel's key in Triton's cache covers them.
+    `spec.PageSpec.layout` is the layout of a spec. Kernels take it as a compile-time option. It has plain fields, so that a kernel's key in
+    Triton's cache covers them.
 
     Attributes:
-        k_offset, k_bytes: K, `[128, head_dim]` codes.
-        v_offset, v_bytes: V, `[8, head_dim, 16]` codes, the tokens of a group in `V_ORDER`.
+        k_offset, k_bytes: K, `[128, k_dim]` codes.
+        v_offset, v_bytes: V, `[8, v_dim, 16]` codes, the tokens of a group in `V_ORDER`.
         header_offset: the header, `HEADER` bytes.
         nbytes: the page.
     """
 
-    head_dim: int
+    k_dim: int
+    v_dim: int
     k_offset: int
     k_bytes: int
     v_offset: int
@@ -59,28 +59,25 @@ class PageLayout:
         return self.nbytes // PAGE_SIZE
 
     @classmethod
-    def of(cls, head_dim: int) -> PageLayout:
-        """The layout of pages of keys and values with `head_dim` channels."""
-        codes = PAGE_SIZE * head_dim  # one byte each
-        nbytes = 2 * codes + HEADER * max(1, head_dim // 256)
-        return cls(head_dim, 0, codes, codes, codes, nbytes - HEADER, nbytes)
-
-
-LAYOUTS = {head_dim: PageLayout.of(head_dim) for head_dim in HEAD_DIMS}
+    def of(cls, k_dim: int, v_dim: int) -> PageLayout:
+        """The layout of pages with a scale of K and one of V, which `spec.PageSpec.layout` has."""
+        k_bytes, v_bytes = PAGE_SIZE * k_dim, PAGE_SIZE * v_dim  # one byte for each code
+        nbytes = k_bytes + v_bytes + HEADER * max(1, k_dim // 256)
+        return cls(k_dim, v_dim, 0, k_bytes, k_bytes, v_bytes, nbytes - HEADER, nbytes)
 
 
 # Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8, whose header is at the end of a page
 
 
 def k_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:
-    """K `[num_pages, num_kv_heads, 128, head_dim]` of `dtype`, which has one byte."""
-    return pool[:, :, page.k_offset : page.k_offset + page.k_bytes].view(dtype).unflatten(2, (PAGE_SIZE, page.head_dim))
+    """K `[num_pages, num_kv_heads, 128, k_dim]` of `dtype`, which has one byte."""
+    return pool[:, :, page.k_offset : page.k_offset + page.k_bytes].view(dtype).unflatten(2, (PAGE_SIZE, page.k_dim))
 
 
 def v_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:
-    """V `[num_pages, num_kv_heads, 8, head_dim, 16]` of `dtype`, which has one byte."""
+    """V `[num_pages, num_kv_heads, 8, v_dim, 16]` of `dtype`, which has one byte."""
     v = pool[:, :, page.v_offset : page.v_offset + page.v_bytes].view(dtype)
-    return v.unflatten(2, (PAGE_SIZE // V_GROUP, page.head_dim, V_GROUP))
+    return v.unflatten(2, (PAGE_SIZE // V_GROUP, page.v_dim, V_GROUP))
 
 
 def scales_of(pool: torch.Tensor) -> torch.Tensor:

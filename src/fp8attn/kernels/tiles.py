@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..formats.codec import FP8
-from ..formats.page_layout import PAGE_SIZE, V_GROUP, PageLayout
+from ..formats.page_layout import PAGE_SIZE, V_GROUP
+from ..formats.spec import PageSpec
 from .gluon import fetch, gl, gluon, reinterpret
 from .view import View
 
@@ -22,7 +23,7 @@ def views(pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: i
     Raises:
         ValueError: the pool has more than 2^31 pages of a head, which TMA's coordinates cannot number.
     """
-    page = PageLayout.of(head_dim)
+    page = PageSpec.of(head_dim).layout
     num_pages, heads, nbytes = pool
     slots, parts = num_pages * heads, -(-head_dim // part)
     if slots >= 2**31:

@@ -11,11 +11,12 @@ import torch
 
 from ..backends import load
 from ..errors import UsageError
-from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ..formats.kv_format import KVFormat
-from ..formats.page_layout import HEAD_DIMS, NARROW_HEAD_DIMS, PAGE_SIZE
+from ..formats.page_layout import PAGE_SIZE
+from ..formats.spec import PageSpec
 from ..pages import KVPages
-from ..params import Append, AttentionOption, AttentionParams, BackendName
+from ..params import MOST_DENSE, Append, AttentionOption, AttentionParams, BackendName
 
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
@@ -62,18 +63,16 @@ class Layer:
     attention: frozenset[AttentionOption] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS or self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise UsageError(
-                f"num_q_heads must be a multiple of num_kv_heads, and head_dim one of {HEAD_DIMS}; "
-                f"got {self.num_q_heads}, {self.num_kv_heads}, {self.head_dim}"
-            )
-        codec_of(self.key_dtype)  # raises ValueError
+        if (refusal := PageSpec.of(self.head_dim, self.key_dtype).refusal) is not None:
+            raise UsageError(refusal)
+        if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise UsageError(f"num_q_heads must be a multiple of num_kv_heads; got {self.num_q_heads}, {self.num_kv_heads}")
 
     @property
     def has_dense_calls(self) -> bool:
         """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales, and
         no head_dim above 256. An engine that keeps the lengths makes no such calls."""
-        return self.advance and self.head_dim in NARROW_HEAD_DIMS and not (self.attention & {"softcap", "sinks"} or self.static_scales)
+        return self.advance and self.head_dim <= MOST_DENSE and not (self.attention & {"softcap", "sinks"} or self.static_scales)
 
     @property
     def begins_dense(self) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..backends import select_backend
+from ..backends import hopper, select_backend
 from ..errors import UsageError
-from ..formats.page_layout import NARROW_HEAD_DIMS
+from ..formats.spec import PageSpec
 from ..kernels.machine import Machine, machine
 from ..params import BackendName
 
@@ -27,15 +27,16 @@ def aim(
     device: torch.device | str, dtype: torch.dtype, backend: BackendName, target: str | None, head_dim: int
 ) -> tuple[BackendName, tuple[Any, ...], Machine]:
     """The backend, the arguments of Triton's `GPUTarget`, and the properties of the machine that plans use."""
+    spec = PageSpec.of(head_dim)
     if target is not None:
         if target not in TARGETS:
             raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
         if backend == "auto":
-            backend = "hopper" if target == "sm_90" and head_dim in NARROW_HEAD_DIMS else "triton"
+            backend = "hopper" if target == "sm_90" and hopper.refusal(spec) is None else "triton"
         if backend not in ("hopper", "triton") or (backend == "hopper" and target != "sm_90"):
             raise UsageError(f"backend {backend!r} has no kernels for {target}; use 'auto'")
-        if backend == "hopper" and head_dim not in NARROW_HEAD_DIMS:
-            raise UsageError(f"backend 'hopper' has no kernels for head_dim {head_dim}; use 'auto'")
+        if backend == "hopper" and (reason := hopper.refusal(spec)) is not None:
+            raise UsageError(reason)
         return backend, ("cuda", int(target.removeprefix("sm_")), 32), TARGETS[target]
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():

@@ -14,8 +14,9 @@ import torch
 
 import fp8attn
 from fp8attn.backends import DENSE_BACKENDS, fa3, unsupported_reason
+from fp8attn.backends.hopper import MOST_CHANNELS
 from fp8attn.extras import hint
-from fp8attn.formats.page_layout import HEAD_DIMS, NARROW_HEAD_DIMS
+from fp8attn.formats.spec import HEAD_DIMS
 from fp8attn.scales import ranges
 
 from . import accumulation, compiler
@@ -70,7 +71,7 @@ def diagnose(measure: bool = True) -> list[Check]:
             reason = unsupported_reason(backend, device)
             runs = f"runs {fa3.default().name}" if backend == "fa3" and not reason else "runs"  # which build
             if backend == "hopper":
-                runs += f" a head_dim of up to {NARROW_HEAD_DIMS[-1]}; {HEAD_DIMS[-1]} runs on triton"
+                runs += f" a head_dim of up to {MOST_CHANNELS}; {HEAD_DIMS[-1]} runs on triton"
             checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or runs))
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("transformers")
 
 from fp8attn import KVScales, LayerScales, PagedKVCache, UsageError
-from fp8attn.formats.page_layout import PageLayout, engine_marks_of
+from fp8attn.formats.page_layout import engine_marks_of
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.engine import EngineLayer, Options, StaticState, Step, step_of
 
 from .toy import HEADS, KV_HEADS, WIDTH, D, Engine, Model
@@ -67,7 +68,7 @@ def test_answers_are_those_of_each_request_alone(options, scales):
 def test_two_layers_share_pages():
     """A layer that writes nothing reads the pages of another."""
     torch.manual_seed(0)
-    memory = torch.zeros(4, 1, KV_HEADS * PageLayout.of(D).nbytes, dtype=torch.uint8)
+    memory = torch.zeros(4, 1, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8)
     writer, reader = (
         EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", writes=writes) for writes in (True, False)
     )
@@ -88,7 +89,7 @@ def test_two_layers_share_pages():
 def test_sinks_of_other_heads_are_an_error():
     """A kernel would read past their end. SGLang passes them with each call."""
     layer = EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", sinks=torch.zeros(HEADS - 1))
-    layer.bind(torch.zeros(4, KV_HEADS * PageLayout.of(D).nbytes, dtype=torch.uint8))
+    layer.bind(torch.zeros(4, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8))
     q, k = torch.randn(1, HEADS, D), torch.randn(1, KV_HEADS, D)
     with pytest.raises(ValueError, match=rf"sinks, one logit per query head, must be \({HEADS},\)"):
         layer.run(q, k, k, torch.empty_like(q), Step(()))
@@ -98,7 +99,7 @@ def test_memory_of_another_size_is_an_error():
     layer = EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", name="model.layers.3")
     for memory in (
         torch.zeros(9, KV_HEADS, 128, 2 * D),
-        torch.zeros(9, KV_HEADS, 2 * PageLayout.of(D).nbytes, dtype=torch.uint8)[:, :, ::2],
+        torch.zeros(9, KV_HEADS, 2 * PageSpec.of(D).layout.nbytes, dtype=torch.uint8)[:, :, ::2],
     ):
         with pytest.raises(RuntimeError, match=r"gave layer model.layers.3 blocks of .* needs 33024 bytes each without gaps"):
             layer.bind(memory)

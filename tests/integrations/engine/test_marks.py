@@ -8,7 +8,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8attn import KVScales, LayerScales
-from fp8attn.formats.page_layout import PageLayout, engine_marks_of
+from fp8attn.formats.page_layout import engine_marks_of
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.engine import Options, ServedModel
 from fp8attn.integrations.engine.marks import check_marks, mark_of
 
@@ -42,13 +43,14 @@ def test_marks_differ_where_bytes_do(tmp_path):
 
 
 def test_a_page_with_another_mark_is_an_error():
-    pool = torch.full((9, 2, PageLayout.of(64).nbytes), 0x7F, dtype=torch.uint8)
+    nbytes = PageSpec.of(64).layout.nbytes
+    pool = torch.full((9, 2, nbytes), 0x7F, dtype=torch.uint8)
     engine_marks_of(pool).fill_(77)
     table = torch.tensor([[3, 5, -1], [0, 8, 1]], dtype=torch.int32)
     check_marks(pool, table, 77)
     engine_marks_of(pool)[4] = 78  # not in the table
     check_marks(pool, table, 77)
-    assert (pool[:, :, : PageLayout.of(64).nbytes - 120] == 0x7F).all() and (pool[:, :, PageLayout.of(64).nbytes - 112 :] == 0x7F).all()
+    assert (pool[:, :, : nbytes - 120] == 0x7F).all() and (pool[:, :, nbytes - 112 :] == 0x7F).all()
     engine_marks_of(pool)[8] = 78
     with pytest.raises(RuntimeError, match=r"brought blocks of another format\. Engines .* must have the same options"):
         check_marks(pool, table, 77)

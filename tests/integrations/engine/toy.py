@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8attn.formats.page_layout import PAGE_SIZE, PageLayout
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.engine import EngineLayer, Options, ServedModel, Step, static_state, step_of
 from fp8attn.integrations.engine.marks import mark_of
 
@@ -81,7 +82,7 @@ class Engine:
             for index in range(len(model.layers))
         ]  # fmt: skip
         for layer in self.layers:
-            layer.bind(torch.zeros(num_blocks, KV_HEADS * PageLayout.of(D).nbytes, dtype=torch.uint8))
+            layer.bind(torch.zeros(num_blocks, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8))
 
     def add(self, tokens: torch.Tensor, wanted: int) -> Request:
         self.waiting.append(Request(tokens, wanted))

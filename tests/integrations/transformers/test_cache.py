@@ -414,7 +414,7 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
         (transformers.Mamba2Config(), "'mamba2' is not a decoder with layers of attention"),
         (transformers.MiniMaxConfig(), "'minimax' takes no cache but its own"),
         (transformers.MllamaConfig(), r"'mllama_text_model' has cross-attention layers \(3, 8, 13"),
-        (LlamaConfig(**SHAPE, head_dim=48), r"'llama' has head_dim 48; FP8 pages take \(64, 80, 96"),
+        (LlamaConfig(**SHAPE, head_dim=48), r"'llama': head_dim must be one of \(64, 80, 96.*; got 48"),
         (transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2), "'bloom' computes its attention itself"),
     ],
     ids=["all-sliding", "mla", "encoder-decoder", "linear", "own-cache", "cross-attention", "head_dim", "own-attention"],
@@ -435,7 +435,7 @@ def test_layers_of_another_head_dim_are_named_with_the_option_that_keeps_them_in
     monkeypatch.setattr(
         build_module, "layers_of", lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))]
     )
-    with pytest.raises(UsageError, match=r"layer 0 has head_dim 48; .*in 16 bits: skip_layers=\[0, 1\]"):
+    with pytest.raises(UsageError, match=r"layer 0: head_dim must be one of .*; got 48\..*in 16 bits: skip_layers=\[0, 1\]"):
         FP8Cache(model)
     assert FP8Cache(model, skip_layers=[0, 1]).fp8_layers == (2,)
 

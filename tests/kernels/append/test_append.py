@@ -10,6 +10,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from fp8attn.formats.codec import CODECS
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import DenseRope, Rope, apply_rope
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.append import MAX_STRIDE, append, from_dense
 from fp8attn.params import Append
 from tests.support.interpreted import QUIET, dynamo_knows_torch, poisoned  # noqa: F401
@@ -91,7 +92,7 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
         return masked_load(self, ptrs, mask, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", noting)
-    from_dense(k, k, KVFormat(k.shape[3]), DenseRope(rope, rope, k, torch.empty_like(k)))
+    from_dense(k, k, KVFormat(PageSpec.of(k.shape[3]).name), DenseRope(rope, rope, k, torch.empty_like(k)))
     addresses = torch.cat([torch.from_numpy(x.astype("int64")).flatten() for x in read])
     assert ((first <= addresses) & (addresses < last)).any()
     assert not ((last <= addresses) & (addresses < last + held[2].nbytes)).any()
@@ -107,9 +108,9 @@ def test_tokens_that_are_too_far_apart_are_refused():
     near = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     for k, v, name in ((apart(MAX_STRIDE + 1), near, "k"), (near, apart(MAX_STRIDE + 1), "v")):
         with pytest.raises(ValueError, match=rf"{name} has {MAX_STRIDE + 1} elements from one token .* pass {name}\.contiguous\(\)"):
-            from_dense(k, v, KVFormat(64))
-    assert from_dense(apart(MAX_STRIDE), near, KVFormat(64)).cache_seqlens.tolist() == [2]
-    assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(64)).cache_seqlens.tolist() == [1]
+            from_dense(k, v, KVFormat(PageSpec.of(64).name))
+    assert from_dense(apart(MAX_STRIDE), near, KVFormat(PageSpec.of(64).name)).cache_seqlens.tolist() == [2]
+    assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(PageSpec.of(64).name)).cache_seqlens.tolist() == [1]
 
 
 @pytest.mark.parametrize("strides", ["rows apart", "every second column", "of cos and sin apart", "one row for all"])
@@ -125,6 +126,6 @@ def test_tables_of_rope_may_have_any_strides(strides):
     given, plain = Rope(cos, sin, True), Rope(cos.contiguous(), sin.contiguous(), True)
     outs = torch.empty_like(x), torch.empty_like(x)
     ropes = [DenseRope(rope, rope, x, out) for rope, out in zip((given, plain), outs, strict=True)]
-    ours, theirs = (from_dense(x, x, KVFormat(64), rope) for rope in ropes)
+    ours, theirs = (from_dense(x, x, KVFormat(PageSpec.of(64).name), rope) for rope in ropes)
     assert torch.equal(*outs) and torch.equal(outs[0], apply_rope(x, cos[:, None], sin[:, None], interleaved=True))
     assert torch.equal(ours.k, theirs.k) and torch.equal(ours.k_scale, theirs.k_scale)

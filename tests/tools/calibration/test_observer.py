@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fp8attn.formats.codec import E4M3, INT8
-from fp8attn.formats.page_layout import HEAD_DIMS
 from fp8attn.formats.rotation import rotate
+from fp8attn.formats.spec import HEAD_DIMS
 from fp8attn_tools.calibration.layer import LayerObserver
 from fp8attn_tools.calibration.moments import Moments
 from fp8attn_tools.calibration.observer import PIECE, SAMPLED, Observer, Sample

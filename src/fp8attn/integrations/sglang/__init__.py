@@ -28,7 +28,8 @@ from typing import Any
 
 from ...errors import UsageError
 from ...extras import needs
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 from .options import options_of
 from .refused import NAME, is_chosen, unsupported_model, unsupported_options
 
@@ -141,7 +142,9 @@ def _cell_size(original: Callable[..., int], pool_configurator: Any, configurato
     from sglang.srt.runtime_context import get_parallel
 
     model, parallel = configurator.model_config, get_parallel()
-    return num_layers * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size) * PageLayout.of(model.head_dim).token_bytes
+    return (
+        num_layers * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size) * PageSpec.of(model.head_dim).layout.token_bytes
+    )
 
 
 def _is_chosen_here() -> bool:

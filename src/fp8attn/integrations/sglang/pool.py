@@ -13,7 +13,8 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ...errors import UsageError
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 
 
 class FP8PagePool(MHATokenToKVPool):
@@ -37,7 +38,7 @@ class FP8PagePool(MHATokenToKVPool):
             raise UsageError(f"heads of K have {self.head_dim} channels and those of V {self.v_head_dim}; fp8attn needs as many of both")
         if self.post_capture_active or self.is_quantized_kv_cache:
             raise UsageError("SGLang would add memory to the KV cache later, or quantize it, which fp8attn does not support")
-        num_pages, page_bytes = -(-self.size // PAGE_SIZE) + 1, PageLayout.of(self.head_dim).nbytes
+        num_pages, page_bytes = -(-self.size // PAGE_SIZE) + 1, PageSpec.of(self.head_dim).layout.nbytes
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             self.pages = [
                 torch.zeros(num_pages, self.head_num, page_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.layer_num)

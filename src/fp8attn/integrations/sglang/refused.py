@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from ...formats.page_layout import NARROW_HEAD_DIMS, PAGE_SIZE
+from ...backends import hopper
+from ...formats.codec import INT8
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 from ..engine.options import Options
 
 NAME = "fp8attn"  # of the attention backend
@@ -88,10 +91,8 @@ def unsupported_model(model: Any, has_states: bool) -> str | None:
         return f"it has an encoder, and fp8attn has causal attention of decoders only; {_OTHER}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
-    if model.head_dim != model.v_head_dim:
-        return f"heads of K have {model.head_dim} channels and those of V {model.v_head_dim}, and a page has as many of both; {_OTHER}"
-    if model.head_dim not in NARROW_HEAD_DIMS:
-        return f"its head_dim is {model.head_dim}, and fp8attn has {', '.join(map(str, NARROW_HEAD_DIMS))}; {_OTHER}"
+    if (reason := hopper.refusal(PageSpec(model.head_dim, model.v_head_dim, INT8))) is not None:  # SGLang was run with nothing wider
+        return f"{reason}; {_OTHER}"
     if model.is_hybrid_swa:
         return "SGLang keeps layers with a window in a pool of their own: pass --disable-hybrid-swa-memory, which keeps all tokens"
     if model.attention_chunk_size is not None:
@@ -103,11 +104,8 @@ def unsupported_layer(layer: Any) -> str | None:
     """Why an attention layer (SGLang's `RadixAttention`) cannot be served, or None."""
     if layer.attn_type.value != "decoder" or layer.is_cross_attention:
         return f"the attention of layer {layer.layer_id} is not that of a decoder; {_OTHER}"
-    if layer.head_dim not in NARROW_HEAD_DIMS or layer.v_head_dim != layer.head_dim:
-        return (
-            f"layer {layer.layer_id} has heads of {layer.head_dim} channels of K and {layer.v_head_dim} of V, and fp8attn has "
-            f"{', '.join(map(str, NARROW_HEAD_DIMS))}, as many of both; {_OTHER}"
-        )
+    if (reason := hopper.refusal(PageSpec(layer.head_dim, layer.v_head_dim, INT8))) is not None:
+        return f"layer {layer.layer_id}: {reason}; {_OTHER}"
     has = {
         "a logit cap of another form than tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "a position encoding of its own": layer.pos_encoding_mode != "NONE",

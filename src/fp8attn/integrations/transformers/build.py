@@ -11,7 +11,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from ...errors import UsageError
 from ...formats.codec import KeyDtype, codec_of
-from ...formats.page_layout import HEAD_DIMS
+from ...formats.spec import PageSpec
 from ...params import BackendName, check_backend
 from ...scales import KVScales
 from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
@@ -89,10 +89,10 @@ def make_layers(
         if not spec.in_pages_of(max_cache_len) or skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
-        if spec.head_dim not in HEAD_DIMS:
+        if not spec.has_pages:
             raise UsageError(
-                f"layer {index} has head_dim {spec.head_dim}; FP8 pages take {HEAD_DIMS}. Keep such layers in 16 bits: "
-                f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and each.head_dim not in HEAD_DIMS]}"
+                f"layer {index}: {PageSpec.of(spec.head_dim).refusal}. Keep such layers in 16 bits: "
+                f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and not each.has_pages]}"
             )
         key = (spec.num_kv_heads, spec.head_dim, spec.window), device
         if key not in groups:

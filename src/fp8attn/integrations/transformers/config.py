@@ -10,7 +10,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ...errors import UsageError
-from ...formats.page_layout import HEAD_DIMS
+from ...formats.spec import PageSpec
 
 # Types of layers, as transformers names them. K and V of these grow with the tokens. "hybrid" ones have the state of a linear layer, too.
 FULL_LAYER_TYPES = ("full_attention", "hybrid")
@@ -62,7 +62,12 @@ class LayerSpec:
     @property
     def is_windowed(self) -> bool:
         """Whether a growing `FP8Cache` has 8-bit pages of its window."""
-        return self.kind == "sliding_attention" and (self.window or 0) >= SHORTEST_WINDOW and self.head_dim in HEAD_DIMS
+        return self.kind == "sliding_attention" and (self.window or 0) >= SHORTEST_WINDOW and self.has_pages
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether there are 8-bit pages for K and V of its shape."""
+        return PageSpec.of(self.head_dim).refusal is None
 
     @property
     def in_pages(self) -> bool:
@@ -114,13 +119,13 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
             f"{_USE_DYNAMIC}"
         )
     # Those of the full-attention layers, if there are any: other sliding layers stay in 16 bits.
-    found = {layer.head_dim for layer in layers if layer.is_full} or {layer.head_dim for layer in layers if layer.in_pages}
-    if not found & {*HEAD_DIMS}:
-        return f"{config.model_type!r} has head_dim {', '.join(map(str, sorted(found)))}; FP8 pages take {HEAD_DIMS}. {_USE_DYNAMIC}"
-    v_head_dim = getattr(config, "v_head_dim", None)
-    if v_head_dim is not None and v_head_dim not in found:
+    paged = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
+    if not any(layer.has_pages for layer in paged):
+        return f"{config.model_type!r}: {PageSpec.of(paged[0].head_dim).refusal}. {_USE_DYNAMIC}"
+    v_head_dim, head_dims = getattr(config, "v_head_dim", None), {layer.head_dim for layer in paged}
+    if v_head_dim is not None and v_head_dim not in head_dims:
         return (
-            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(found)))} and V of {v_head_dim}; FP8 pages hold one "
+            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(head_dims)))} and V of {v_head_dim}; FP8 pages hold one "
             f"head_dim for both. {_USE_DYNAMIC}"
         )
     return None

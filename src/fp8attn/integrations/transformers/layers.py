@@ -14,8 +14,8 @@ from ...cache import PagedKVCache
 from ...cache.ahead import Attention
 from ...cache.page_table import MOST_SEQUENCES
 from ...dense.sdpa import autocast
-from ...formats.codec import KeyDtype
-from ...formats.page_layout import HEAD_DIMS
+from ...formats.codec import KeyDtype, codec_of
+from ...formats.spec import PageSpec
 from ...params import BackendName, options_of
 from ...scales import LayerScales
 from .config import has_sinks, has_softcap, layers_of
@@ -72,11 +72,11 @@ class FP8Layers:
             ValueError: no kernel takes the shape.
         """
         self.unused = False
-        head_dims = key_states.shape[-1], value_states.shape[-1]
-        if head_dims[0] != head_dims[1] or head_dims[0] not in HEAD_DIMS:
+        spec = PageSpec(key_states.shape[-1], value_states.shape[-1], codec_of(self.key_dtype))
+        if spec.refusal is not None:
             raise ValueError(
-                f"layer {index} has a K of head_dim {head_dims[0]} and a V of {head_dims[1]}; FP8 pages hold one head_dim for both, "
-                f"of {HEAD_DIMS}. Keep such layers in 16 bits (FP8Cache(model, skip_layers=[{index}, ...])), or use transformers' own cache"
+                f"layer {index} has a K of head_dim {spec.k_dim} and a V of {spec.v_dim}: {spec.refusal}. "
+                f"Keep such layers in 16 bits (FP8Cache(model, skip_layers=[{index}, ...])), or use transformers' own cache"
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
         scales = [layer.scales for layer in self.layers if layer.scales is not None]

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_map
 
-from ...formats.codec import codec_of
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import PAGE_SIZE
 from ...pages import KVPages
@@ -81,7 +80,7 @@ class PagedTensor(torch.Tensor):
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
-    _k_codec, _v_codec, _rotate = (property(attrgetter(f"pages.format.{x}")) for x in ("k.name", "v.name", "rotate"))
+    _spec, _rotate = (property(attrgetter(f"pages.format.{x}")) for x in ("name", "rotate"))
 
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
@@ -93,15 +92,15 @@ class PagedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         return names, (
-            self._k_codec, self._v_codec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.window
+            self._spec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.window
         )  # fmt: skip
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
     ) -> PagedTensor:
-        k, v, rotated, which, dtype, *options = context
-        form = KVFormat(outer_size[-1], codec_of(k), codec_of(v), rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
+        spec, rotated, which, dtype, *options = context
+        form = KVFormat(spec, rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
         pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], form)
         return cls(pages, which, outer_size, dtype, *options)
 
@@ -117,7 +116,6 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
     attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        # The size of a dimension: a number of the format would become a SymInt, which has no source, once another head_dim was compiled.
-        form = KVFormat(x.shape[-1], codec_of(x._k_codec), codec_of(x._v_codec), x._rotate, x._stored_k_mean, x._v_mean)
+        form = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean)
         return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, form)
     return x.pages

@@ -7,7 +7,8 @@ from typing import Any
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import HEAD_DIMS, PageSpec
 from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder
@@ -78,7 +79,7 @@ class FP8AttentionBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        return num_blocks, num_kv_heads, block_size, PageLayout.of(head_size).token_bytes
+        return num_blocks, num_kv_heads, block_size, PageSpec.of(head_size).layout.token_bytes
 
     # From vLLM 0.28
 

@@ -20,32 +20,33 @@ from typing import Any
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from ...errors import UsageError
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 
 BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # from vLLM 0.28
 
 
 def with_header(spec: Any) -> Any:
     """The spec that vLLM makes for a layer, with the bytes of a page."""
-    return replace(spec, state_content_bytes=PageLayout.of(spec.head_size).token_bytes)
+    return replace(spec, state_content_bytes=PageSpec.of(spec.head_size).layout.token_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageSpec(FullAttentionSpec):
+class BlockSpec(FullAttentionSpec):
     """A layer's blocks before vLLM 0.28, which finds what manages them by the base class."""
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * self.block_size * PageLayout.of(self.head_size).token_bytes
+        return self.num_kv_heads * self.block_size * PageSpec.of(self.head_size).layout.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class WindowPageSpec(SlidingWindowSpec):
+class WindowBlockSpec(SlidingWindowSpec):
     """The blocks of a layer with a window."""
 
     @property
     def real_page_size_bytes(self) -> int:
-        return self.num_kv_heads * self.block_size * PageLayout.of(self.head_size).token_bytes
+        return self.num_kv_heads * self.block_size * PageSpec.of(self.head_size).layout.token_bytes
 
 
 def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -57,7 +58,7 @@ def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise UsageError(
                 f"a block must have a multiple of {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out --block-size"
             )
-        kind = WindowPageSpec if isinstance(spec, SlidingWindowSpec) else PageSpec
+        kind = WindowBlockSpec if isinstance(spec, SlidingWindowSpec) else BlockSpec
         return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
 
     return get_page_spec

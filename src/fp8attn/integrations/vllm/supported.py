@@ -8,7 +8,8 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionType
 
-from ...formats.page_layout import HEAD_DIMS, PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 from ..engine.options import Options
 from .connectors import exchanges_blocks, unsupported_connector
 from .specs import BACKEND_IS_ASKED
@@ -39,8 +40,8 @@ def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_
             f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no --kv-cache-dtype-skip-layers: a layer in 16 "
             "bits needs another backend"
         )
-    if head_dim not in HEAD_DIMS:
-        return f"its head_dim is {head_dim}, and fp8attn has {', '.join(map(str, HEAD_DIMS))}; leave out --attention-backend"
+    if (refusal := PageSpec.of(head_dim).refusal) is not None:
+        return f"{refusal}; leave out --attention-backend"
     if alibi_slopes is not None:
         return "it has ALiBi, which fp8attn does not support; leave out --attention-backend"
     if given := sorted(name for name, value in others.items() if value not in (None, False, -1)):

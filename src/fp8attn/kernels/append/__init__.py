@@ -21,8 +21,9 @@ import torch
 
 from ...formats.codec import E4M3, FP8, Codec
 from ...formats.kv_format import KVFormat
-from ...formats.page_layout import LAYOUTS, PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.rope import DenseRope
+from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import Append
 from ..codec import is_native
@@ -48,7 +49,7 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, form = pages.num_kv_heads, pages.format
-    row = row_of(form.head_dim)
+    row = row_of(form.spec.k_dim)
     stored = row, is_native(device), form.k, form.rotate, how.static_scales, advance
     tensors = pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]
@@ -185,7 +186,7 @@ def _page_constants(
 
 
 def _options(row: Row, native: bool, codec: Codec, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
-    keys = Codes(row, LAYOUTS[row.head_dim], False, codec, native, static, dense)
+    keys = Codes(row, PageSpec.of(row.head_dim).layout, False, codec, native, static, dense)
     return AppendOptions(keys, replace(keys, is_v=True, codec=E4M3), rotate_keys, advance)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...formats.page_layout import PageLayout
+from ...formats.spec import PageSpec
 from ..common import power_of_two
 from ..devices import DEFAULT, Chip, chip
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
@@ -96,7 +97,7 @@ class DecodeShape(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
         options = DecodeOptions(
-            head_dim=self.head_dim, layout=PageLayout.of(self.head_dim), width=self.width, group=self.group, rows=self.rows,
+            head_dim=self.head_dim, layout=PageSpec.of(self.head_dim).layout, width=self.width, group=self.group, rows=self.rows,
             used_rows=min(self.rows, power_of_two(self.max_rows)), one_row_tile=self.tiles == 1, stages=self.stages,
             block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
             sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,

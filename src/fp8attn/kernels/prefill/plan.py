@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats.page_layout import PageLayout
+from ...formats.spec import PageSpec
 from ..common import power_of_two
 from ..devices import chip
 from ..gluon import gl
@@ -167,7 +168,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, layout=PageLayout.of(head_dim), width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
+        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
         cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
         mask_left=window > 0 or problem.leftpad, softcap=problem.softcap, exact=exact,
         batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
