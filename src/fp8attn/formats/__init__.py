@@ -2,6 +2,7 @@
 
 | file | what |
 |---|---|
+| `spec.py` | `PageSpec`: what a page holds, without tensors; which pages exist |
 | `kv_format.py` | `KVFormat`: what the bytes of a layer's pages mean |
 | `page_layout.py` | `PageLayout`: where each byte of a page is |
 | `codec.py` | 8-bit codes of K and V, and their scales |
