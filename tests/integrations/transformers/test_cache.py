@@ -226,7 +226,7 @@ def test_a_crop_that_a_window_in_pages_refuses_changes_no_layer_before_it():
     model(ids[:, :1490], past_key_values=cache)
     model(ids[:, 1490:], past_key_values=cache)
     held = copy.deepcopy(cache)
-    with pytest.raises(RuntimeError, match="cannot go back to 700 tokens"):
+    with pytest.raises(RuntimeError, match="cannot go back to 700: pages of the 384 tokens before were given back"):
         cache.crop(-800)
     assert [layer.held for layer in cache.layers] == [1500] * 3
     step = prompt(1, 3)
