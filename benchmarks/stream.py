@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fp8attn import KVPages
+from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.kernels import decode
 from fp8attn.kernels.decode.load import PRODUCER_REGISTERS, DecodeSource, make_ring, produce, request_first
 from fp8attn.kernels.decode.work import DecodeBatch, assign
@@ -60,7 +61,7 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     group, device = shape.q_heads // shape.kv_heads, pages.device
     plan = decode.DecodeShape(head_dim=shape.dim, group=group, max_rows=group, num_seqs=len(shape.keys), chip=chip(device))
-    k, v = views(pages.pool.shape, shape.dim, pages.format.k.dtype, plan.width, plan.width)
+    k, v = views(pages.pool.shape, shape.dim, pages.format.k.dtype, plan.width, plan.width, PAGE_SIZE)
     workers = plan.workers(num_sms(device), shape.kv_heads * len(shape.keys))
     given = make_constants("stream", device, **plan.constants())
     args = (

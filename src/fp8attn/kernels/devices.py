@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
-    """The time of a CTA of `prefill` for one item, in microseconds: `item + tile * tiles` for this number of tiles of keys."""
+    """The time of a CTA of `prefill` for one item, in microseconds: `item + tile * tiles` for this number of tiles of 128 keys."""
 
     tile: float
     item: float

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ CASES = (
         "d128-ragged": {"head_dim": 128, "cu_seqlens_q": True},
         "d128-long-ragged": {"head_dim": 128, "long": True, "cu_seqlens_q": True},
         "d128-q8-long-ragged": {"head_dim": 128, "long": True, "dtype": FP8, "cu_seqlens_q": True},
+        "d128-tile64": {"head_dim": 128, "tile": 64},
         "d128-new": {"head_dim": 128, "lse": False, "new": True},
         "d256-q8": {"head_dim": 256, "dtype": FP8},
         "d256-no-lse": {"head_dim": 256, "lse": False},
@@ -78,14 +80,15 @@ CASES = (
 
 def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
            long=False, lse=True, keys="int8", rotate_keys=True, means=False,
-           exact=False, new=False, invariant=False) -> Launch:  # fmt: skip
+           exact=False, new=False, invariant=False, tile=128) -> Launch:  # fmt: skip
     """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=keys, rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)
-        patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][1 if long else 0], splits)])
+        shapes = prefill.cut.SHAPES
+        patch.setattr(prefill.cut, "cuts", lambda width, *_: [(replace(shapes[width][1 if long else 0], tile=tile), splits)])
         prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
         params = AttentionParams(
             cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,

@@ -43,6 +43,9 @@ CASES = {
     "FP8 queries, two warpgroups": {
         "lengths": [330, 900], "queries": [170, 170], "head_dim": 128, "dtype": FP8, "keys": "e4m3", "splits": 1,
     },
+    "tiles of 64 keys": {
+        "lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "splits": 1, "tile": 64,
+    },
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "exact": True},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3", "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [714, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8, "keys": "e4m3"},
@@ -104,9 +107,10 @@ def emulate_case(name: str) -> dict:
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: case.get("sms", 1))  # one CTA has all items; or two have two each
         if new or "splits" in case:  # the first shape: two warpgroups at head_dim 128, which may begin before the pages are written
-            patch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], case.get("splits", 1))])
+            shape = replace(prefill.cut.SHAPES[case["head_dim"]][0], tile=case.get("tile", 128))
+            patch.setattr(prefill.cut, "cuts", lambda *_: [(shape, case.get("splits", 1))])
         if "splits" in case:  # of one tile or more, so that blocks at a sequence's start have parts without keys
-            patch.setattr(prefill.plan, "min_tiles_per_split", lambda *_: 1)
+            patch.setattr(prefill.plan, "min_pages_per_split", lambda *_: 1)
         if "last" in case:  # all queries see all keys
             patch.setattr(prefill, "second_launch", lambda device, num_seqs, tokens, *_: case["last"] if tokens == max(queries) else 0)
         poison_empty(patch)

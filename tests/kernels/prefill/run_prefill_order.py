@@ -17,17 +17,17 @@ from tests.emulator import emulate
 
 PROGRAMS = 5
 BLOCK = 192
-WAVE_ROWS, WAVE_TILES = 800, 100
+WAVE_ROWS, WAVE_PAGES = 800, 100
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims", "wave_rows", "wave_tiles"])
-def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, wave_rows, wave_tiles,
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims", "wave_rows", "wave_pages"])
+def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, wave_rows, wave_pages,
           BLOCK: gl.constexpr):  # fmt: skip
     """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is searched for if the
     claim before had another one."""
     batch = PrefillBatch(
         bounds=cu_ptr, lengths=lens_ptr, new_keys=num_tokens, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads,
-        window=window, wave=claims, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=BLOCK)  # fmt: skip
+        window=window, wave=claims, wave_rows=wave_rows, wave_pages=wave_pages, BLOCK=BLOCK)  # fmt: skip
     q_len = 0
     sequence = scheduler_init(q_len, batch)
     claim = gl.program_id(0)
@@ -47,7 +47,7 @@ def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int
     out = torch.full((items + 3, 5), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
     given = make_constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
-    numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_TILES
+    numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_PAGES
     emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), given, None))
     return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}
 

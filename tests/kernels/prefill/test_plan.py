@@ -1,12 +1,14 @@
 """The plan of a prefill launch, and the names of the numbers that the kernel takes from it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fp8attn import KVPages
-from fp8attn.kernels.prefill import kernel, plan
+from fp8attn.kernels.prefill import cut, kernel, plan
 from fp8attn.kernels.prefill.plan import PrefillNumbers, PrefillProblem, make_prefill_plan, tma_takes
 
 
@@ -42,3 +44,20 @@ def test_strides_that_tma_cannot_fetch_are_reported():
     assert not make_prefill_plan(torch.device("cpu"), problem(strides=(65540, 1028, 128, 1))).fetched
     assert tma_takes((2, 64, 8, 128), (65544, 1032, 136, 1), 2) and not tma_takes((2, 64, 8, 128), (65544, 1032, 136, 1), 1)
     assert tma_takes((1, 64, 8, 128), (3, 1024, 128, 1), 2)  # of one sequence, the stride does not matter
+
+
+def test_a_tile_may_be_half_a_page(monkeypatch):
+    """The copies and the kernel are of 64 keys, and a part of the keys, which is counted in pages, has twice as many tiles."""
+
+    def plan_of(tile: int):
+        monkeypatch.setattr(plan, "best_cut", lambda *_: (replace(cut.SHAPES[128][0], tile=tile), 2))
+        make_prefill_plan.cache_clear()
+        return make_prefill_plan(torch.device("cpu"), problem())
+
+    whole, half = plan_of(128), plan_of(64)
+    make_prefill_plan.cache_clear()
+    assert (whole.k.block, half.k.block) == ((1, 128, 128), (1, 64, 128))
+    assert (whole.v.block, half.v.block) == ((1, 1, 8, 8, 256), (1, 1, 4, 8, 256))
+    assert half.k.shape == whole.k.shape and half.v.shape == whole.v.shape
+    assert (whole.numbers.min_tiles, half.numbers.min_tiles) == (cut.PART, 2 * cut.PART)
+    assert (whole.constants["OPTIONS"].tile.value, half.constants["OPTIONS"].tile.value) == (128, 64)

@@ -29,10 +29,11 @@ TRITON36 = (
     "window, padding, softcap, sinks",
 )
 RAGGED = "ragged, parts of the keys", "ragged, two warpgroups"
+TILES = ("tiles of 64 keys",)
 SCALES = ("negative scale", "negative scale, FP8 queries", "scale of zero")
 CASES = [
     pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36))
-    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *RAGGED, *TRITON36))
+    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *TILES, *RAGGED, *TRITON36))
 ]
 
 

@@ -35,7 +35,7 @@ class DecodeRing:
 def make_ring(k_desc, WIDTH: gl.constexpr, STAGES: gl.constexpr):
     """Allocates shared memory. `WIDTH` is the head dimension, padded to a power of two."""
     k = allocate_k(k_desc, STAGES)
-    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH))
+    v = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, WIDTH, PAGE], v_layout(WIDTH, PAGE))
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -55,16 +55,19 @@ class DecodeSource:
     LAYOUT: gl.constexpr  # `PageLayout`
 
     @gluon.jit
-    def request(self, ring, stage, slot):
-        """Starts to copy K and V of `slot` (page x heads + head), and their scales, to a stage that is free."""
+    def request(self, ring, stage, slot, page):
+        """Starts to copy K and V of `slot` (page x heads + head), and their scales, to a stage that is free.
+
+        `page` is the number of the page in its sequence.
+        """
         header = self.pool + slot.to(gl.int64) * self.LAYOUT.nbytes + self.LAYOUT.header_offset
         two = gl.arange(0, 2, gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
         fetch_words(ring.scales.index(stage), header.to(gl.pointer_type(gl.float32), bitcast=True) + two)
         arrive_with_words(ring.k_full.index(stage))
         mbarrier.expect(ring.k_full.index(stage), self.k_desc.block_type.nbytes)
-        fetch_k(self.k_desc, slot, ring.k_full.index(stage), ring.k.index(stage))
+        fetch_k(self.k_desc, slot, page, ring.k_full.index(stage), ring.k.index(stage))
         mbarrier.expect(ring.v_full.index(stage), self.v_desc.block_type.nbytes)
-        fetch_v(self.v_desc, slot, ring.v_full.index(stage), ring.v, stage, ring.STAGES)
+        fetch_v(self.v_desc, slot, page, ring.v_full.index(stage), ring.v, stage, ring.STAGES)
 
 
 @gluon.jit
@@ -74,7 +77,8 @@ def request_first(ring, batch, work, source):
     i, j = batch.portion(work.begin, seq.num_pages, work.low, work.high)
     requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
     if requested:
-        source.request(ring, 0, gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head)
+        slot = gl.load(source.table + work.seq * source.table_stride + seq.first_page + i) * batch.heads + work.head
+        source.request(ring, 0, slot, seq.first_page + i)
     return requested
 
 
@@ -96,7 +100,7 @@ def produce(ring, batch, work, requested, source):
             slot = gl.load(source.table + index * source.table_stride + page) * batch.heads + head
             mbarrier.wait(ring.empty.index(stage), ((tile // ring.STAGES) & 1) ^ 1)
             if seq.length > 0:
-                source.request(ring, stage, slot)
+                source.request(ring, stage, slot, page)
             else:  # the table of an empty sequence may name any page, and that page may hold any bytes
                 mbarrier.arrive(ring.k_full.index(stage), count=1)
                 mbarrier.arrive(ring.v_full.index(stage), count=1)

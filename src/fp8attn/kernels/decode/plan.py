@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...formats.page_layout import PageLayout
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.spec import PageSpec
 from ..common import power_of_two
 from ..devices import DEFAULT, Chip, chip
@@ -127,7 +127,7 @@ def make_decode_plan(device: torch.device, pool: tuple[int, ...], key_dtype: tor
     shape = shape._replace(chip=chip(device))
     workers = shape.workers(num_sms(device), pool[1] * shape.num_seqs)
     ctas = workers * shape.tiles
-    k, v = views(pool, shape.head_dim, key_dtype, shape.width, shape.width)
+    k, v = views(pool, shape.head_dim, key_dtype, shape.width, shape.width, PAGE_SIZE)
     return DecodePlan(
         workers=workers, grid=(ctas,), counters=Counters(ctas), plane=2 * ctas * shape.rows, width=shape.width, k=k, v=v,
         constants=make_constants("decode", device, **shape.constants()),

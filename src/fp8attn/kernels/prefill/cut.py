@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...formats.page_layout import PAGE_SIZE
 from ..combine import MAX_SPLITS
 from ..common import power_of_two
 from ..devices import Chip
-from .registers import ROWS, TILE
+from .registers import ROWS
 from .schedule import MAX_HEADS, MIN_HEADS
 
 
@@ -25,6 +26,7 @@ class Shape:
     q8_cubics: int  # how many with FP8 queries
     registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
     producer_registers: int
+    tile: int = PAGE_SIZE  # keys of a tile, a part of a page
 
     @property
     def rows(self) -> int:
@@ -47,10 +49,11 @@ SHAPES = {
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
 INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}  # of `AttentionParams.batch_invariant`: one for any problem
-PART = 8  # the smallest number of tiles in a part, if items leave SMs idle
+# Times and parts are counted in pages of keys, whatever the tile of a shape.
+PART = 8  # the smallest number of pages in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
-EXACT = 1.7  # the time of a tile with Q and P multiplied twice, divided by its time without (measured)
-PASSED_BY = 0.6  # the part of a tile's time that shrinks with the partitions that have rows (measured with one of three)
+EXACT = 1.7  # the time of a page with Q and P multiplied twice, divided by its time without (measured)
+PASSED_BY = 0.6  # the part of a page's time that shrinks with the partitions that have rows (measured with one of three)
 Q8 = 0.5  # overhead of an item with FP8 queries, relative to one with 16-bit queries, which the kernel rounds (measured)
 LAUNCH = 5.0  # microseconds that a second launch costs
 GAIN = 0.98  # two launches are made if they take less than this share of the time of one
@@ -64,14 +67,14 @@ class Problem(NamedTuple):
     head_dim: int
     tokens: int  # queries of all sequences
     max_seqlen_q: int
-    tiles: int  # the largest number of tiles of keys that a query sees, by the width of the page table
-    causal: bool  # the first query of a sequence sees fewer tiles than the last
+    pages: int  # the largest number of pages of keys that a query sees, by the width of the page table
+    causal: bool  # the first query of a sequence sees fewer pages than the last
     ragged: bool  # only the device knows how many queries each sequence has
     exact: bool = False  # Q and P are multiplied twice
     q8: bool = False  # queries are in FP8
 
     def blocks(self, rows: int) -> list[tuple[float, float, float, float]]:
-        """Blocks of `rows` queries of one head: how many there are, the tiles of a sequence's last block, and those of its first; and the
+        """Blocks of `rows` queries of one head: how many there are, the pages of a sequence's last block, and those of its first; and the
         rows of a block that are queries, or all of them if blocks differ.
 
         In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a first block that is
@@ -80,16 +83,16 @@ class Problem(NamedTuple):
         most = -(-self.max_seqlen_q // rows)
         equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
         queries = self.max_seqlen_q if equal and most == 1 else rows
-        groups = [((self.num_seqs if equal else 1) * most, self.tiles, self._first(self.tiles, most, rows), queries)]
+        groups = [((self.num_seqs if equal else 1) * most, self.pages, self._first(self.pages, most, rows), queries)]
         if not equal:
             mean = max(0, self.tokens - self.max_seqlen_q) / (self.num_seqs - 1)
             some = max(1.0, mean / rows + 0.5)
-            tiles = max(1.0, self.tiles - (self.max_seqlen_q - mean) / TILE.value) if self.causal else self.tiles
-            groups.append(((self.num_seqs - 1) * some, tiles, self._first(tiles, some, rows), rows))
+            pages = max(1.0, self.pages - (self.max_seqlen_q - mean) / PAGE_SIZE) if self.causal else self.pages
+            groups.append(((self.num_seqs - 1) * some, pages, self._first(pages, some, rows), rows))
         return groups
 
-    def _first(self, tiles: float, blocks: float, rows: int) -> float:
-        return max(1, tiles - (blocks - 1) * rows // TILE.value) if self.causal else tiles
+    def _first(self, pages: float, blocks: float, rows: int) -> float:
+        return max(1, pages - (blocks - 1) * rows // PAGE_SIZE) if self.causal else pages
 
 
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
@@ -98,11 +101,11 @@ def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape,
     Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if sequences fill the
     table and if there are no keys before their queries: it has the least product of both times.
     """
-    fewest = -(-problem.max_seqlen_q // TILE.value) if problem.ragged else problem.tiles
-    lengths = {problem.tiles, max(1, min(fewest, problem.tiles))}
+    fewest = -(-problem.max_seqlen_q // PAGE_SIZE) if problem.ragged else problem.pages
+    lengths = {problem.pages, max(1, min(fewest, problem.pages))}
     return min(
         cuts(width, sms, problem),
-        key=lambda cut: math.prod(microseconds(*cut, sms, problem._replace(tiles=tiles), chip) for tiles in lengths),
+        key=lambda cut: math.prod(microseconds(*cut, sms, problem._replace(pages=pages), chip) for pages in lengths),
     )
 
 
@@ -115,24 +118,24 @@ def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     for shape in SHAPES[width]:
         items = max(1, int(problem.num_q_heads * sum(blocks for blocks, *_ in problem.blocks(shape.rows))))
         if items < sms:
-            most = min(problem.tiles // PART, 4 * sms // items, MAX_SPLITS)
+            most = min(problem.pages // PART, 4 * sms // items, MAX_SPLITS)
         else:
-            most = 1 if problem.ragged else min(problem.tiles // LONG_PART, 4)
+            most = 1 if problem.ragged else min(problem.pages // LONG_PART, 4)
         for splits in range(1, max(1, most) + 1):
             yield shape, splits
 
 
 def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Chip) -> float:
     """The estimated time of a launch, in microseconds."""
-    tile, item = chip.prefill[power_of_two(problem.head_dim), shape.warpgroups]
+    page, item = chip.prefill[power_of_two(problem.head_dim), shape.warpgroups]
     if problem.exact:
-        tile *= EXACT
+        page *= EXACT
     if problem.q8:
         item *= Q8
     items = work = longest = shortest = 0.0
     for blocks, last, first, rows in problem.blocks(shape.rows):
         count = problem.num_q_heads * blocks * splits
-        busy = tile * (1 - PASSED_BY * shape.idle(rows)) / splits
+        busy = page * (1 - PASSED_BY * shape.idle(rows)) / splits
         items += count
         work += count * (item + busy * (last + first) / 2)
         longest = max(longest, item + busy * last)
@@ -167,15 +170,15 @@ def last_wave(width: int, sms: int, problem: Problem, chip: Chip) -> int:
     return rest
 
 
-def min_tiles_per_split(items: int, splits: int, sms: int, tiles: int) -> int:
-    """The smallest number of tiles in a part.
+def min_pages_per_split(items: int, splits: int, sms: int, pages: int) -> int:
+    """The smallest number of pages in a part.
 
     It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
     """
-    return PART if items < sms else max(PART, tiles // splits // 2)
+    return PART if items < sms else max(PART, pages // splits // 2)
 
 
-def heads_in_wave(q_len: int, tiles: int, wave_rows: int, wave_tiles: int) -> int:
+def heads_in_wave(q_len: int, pages: int, wave_rows: int, wave_pages: int) -> int:
     """Number of heads whose items are in one order in a dense batch; `schedule.PrefillBatch` has the arguments."""
     heads = min(-(-wave_rows // max(1, q_len)), MIN_HEADS.value)
-    return min(max(heads, wave_tiles // max(1, tiles), 1), MAX_HEADS.value)
+    return min(max(heads, wave_pages // max(1, pages), 1), MAX_HEADS.value)

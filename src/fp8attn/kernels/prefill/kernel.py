@@ -16,7 +16,6 @@ from .multiply import multiply
 from .plan import PrefillNumbers
 from .producer import PrefillSource, PrefillWork, produce
 from .queries import PrefillQueries, store_signs
-from .registers import TILE
 from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
 from .schedule import PrefillBatch
 
@@ -26,7 +25,7 @@ NUMBERS = (*PrefillNumbers._fields, "scale", "cap", "new_keys")
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, lengths_ptr, bounds_ptr,
                    sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q, num_seqs,
-                   num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_tiles, plane, scale, cap,
+                   num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows, wave_pages, plane, scale, cap,
                    new_keys, OPTIONS: gl.constexpr):  # fmt: skip
     """The arguments of a launch, which `plan` and `attention` make. Strides of the output are in units of 8 elements.
 
@@ -39,6 +38,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
     ROWS: gl.constexpr = OPTIONS.rows
     WIDTH: gl.constexpr = OPTIONS.width
     STAGES: gl.constexpr = OPTIONS.stages
+    TILE: gl.constexpr = OPTIONS.tile
     barriers = allocate_barriers(4 * STAGES)
     address = address_of(barriers)
     Q16: gl.constexpr = q_desc.dtype.primitive_bitwidth == 16
@@ -57,7 +57,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         rest = raw
     PARTS: gl.constexpr = v_desc.block_type.shape[1]  # of V's channels, each of them one product
     k_tiles = allocate_k(k_desc, STAGES)
-    v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, WIDTH // PARTS, TILE], v_layout(WIDTH // PARTS))
+    v_tiles = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, WIDTH // PARTS, TILE], v_layout(WIDTH // PARTS, TILE))
     scales = allocate_numbers(gl.float32, 2 * STAGES, 1)
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, TILE], gl.NVMMASharedLayout.get_default_for([8, TILE], gl.float8e4nv))
     bits = gl.full([8, TILE], 0x38, gl.uint8, gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0]))
@@ -97,7 +97,7 @@ def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr,
         num_kv_heads=num_kv_heads)  # fmt: skip
     batch = PrefillBatch(
         bounds=bounds_ptr, lengths=lengths_ptr, new_keys=new_keys, padding=padding_ptr, num_tokens=num_tokens, num_seqs=num_seqs,
-        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_tiles=wave_tiles, BLOCK=PARTITIONS * ROWS)  # fmt: skip
+        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_pages=wave_pages, BLOCK=PARTITIONS * ROWS)  # fmt: skip
     work = PrefillWork(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
     # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous kernel uses. Without a
     # table that kernel writes pages, which only the producer reads, so only the producer waits.

@@ -6,7 +6,7 @@ from ..gluon import gl, gluon, mbarrier, send_wait
 from .epilogue import store_item
 from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
 from .queries import keep_rest, load_queries
-from .registers import FEW, TILE
+from .registers import FEW
 from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
@@ -77,6 +77,7 @@ def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_
     `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that are queries.
     """
     PARTITION: gl.constexpr = rows.PARTITION
+    TILE: gl.constexpr = options.tile
     whole = gl.maximum(all_last + 1, 0) // TILE  # tiles before this one end where every row still sees
     top = gl.maximum(gl.minimum(gl.maximum(any_last, 0) // TILE, last), bottom)
     if count <= 0:

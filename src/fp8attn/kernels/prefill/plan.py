@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...formats.page_layout import PageLayout
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.spec import PageSpec
 from ..common import power_of_two
 from ..devices import chip
@@ -16,8 +16,8 @@ from ..gluon import gl
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 from ..tiles import views
 from ..view import View
-from .cut import INVARIANT, Problem, best_cut, heads_in_wave, last_wave, min_tiles_per_split
-from .registers import ENDLESS, ROWS, TILE
+from .cut import INVARIANT, Problem, best_cut, heads_in_wave, last_wave, min_pages_per_split
+from .registers import ENDLESS, ROWS
 from .schedule import CLAIMS
 
 NO_WINDOW = 1 << 30
@@ -35,6 +35,7 @@ class PrefillOptions(ConstexprFields):
     width: int  # head_dim, padded; TMA pads with zeros
     partitions: int  # that multiply; each has its own copy of the instructions
     rows: int  # query rows of a partition in an item, 64 for each of its warpgroups
+    tile: int  # keys of a tile, a part of a page
     stages: int  # of the ring
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     registers: int  # of a multiplying thread
@@ -96,7 +97,7 @@ class PrefillNumbers(NamedTuple):
     min_tiles: int
     wave: int
     wave_rows: int
-    wave_tiles: int
+    wave_pages: int
     plane: int
 
 
@@ -138,9 +139,9 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         q_strides, out_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides))
     width = power_of_two(head_dim)
     sms = num_sms(device)
-    tiles = min(columns, (window + 3 * ROWS.value) // TILE.value + 2) if window else columns  # at most
+    pages = min(columns, (window + 3 * ROWS.value) // PAGE_SIZE + 2) if window else columns  # that a query sees, at most
     size = Problem(
-        num_seqs, num_q_heads, head_dim, tokens=batch * tokens, max_seqlen_q=max_seqlen_q, tiles=tiles,
+        num_seqs, num_q_heads, head_dim, tokens=batch * tokens, max_seqlen_q=max_seqlen_q, pages=pages,
         causal=problem.causal and not window, ragged=ragged, exact=exact, q8=q8,
     )  # fmt: skip
     cut, splits = (INVARIANT[width], 1) if problem.batch_invariant else best_cut(width, sms, size, chip(device))
@@ -150,13 +151,13 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
     # Of queries with which each SM has CLAIMS items, if they differ in length, and of K and V in L2.
     wave_rows = CLAIMS * sms * cut.rows if problem.causal else 0
-    wave_tiles = chip(device).l2 // (2 * head_dim * TILE.value)
+    wave_pages = chip(device).l2 // (2 * head_dim * PAGE_SIZE)
     stride_b, stride_t, stride_h = (stride // 8 for stride in out_strides)
     numbers = PrefillNumbers(
         out_stride_b=stride_b, out_stride_t=stride_t, out_stride_h=stride_h, num_tokens=tokens, max_q=max_seqlen_q, num_seqs=num_seqs,
         num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride, causal=int(problem.causal),
-        window=window or NO_WINDOW, parts=splits, min_tiles=min_tiles_per_split(items, splits, sms, tiles),
-        wave=heads_in_wave(max_seqlen_q, tiles, wave_rows, wave_tiles), wave_rows=wave_rows, wave_tiles=wave_tiles,
+        window=window or NO_WINDOW, parts=splits, min_tiles=min_pages_per_split(items, splits, sms, pages) * PAGE_SIZE // cut.tile,
+        wave=heads_in_wave(max_seqlen_q, pages, wave_rows, wave_pages), wave_rows=wave_rows, wave_pages=wave_pages,
         plane=splits * batch * tokens * num_q_heads,
     )  # fmt: skip
     rows = cut.rows // cut.partitions
@@ -168,8 +169,8 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows, stages=cut.stages,
-        cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
+        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows, tile=cut.tile,
+        stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
         mask_left=window > 0 or problem.leftpad, softcap=problem.softcap, exact=exact,
         batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
     )  # fmt: skip
@@ -177,7 +178,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else problem.lse or splits > 1)
     operands = "sums" if tight else "all"
     constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
-    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts)
+    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts, cut.tile)
     return PrefillPlan(
         queries=queries, fetched=tma_takes(shape, problem.strides, 1 if q8 else 2), k=k, v=v, outputs=outputs,
         grid=(min(items * splits, sms),), counter=Counters(1), numbers=numbers,
@@ -206,12 +207,12 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def second_launch(
-    device: torch.device, num_seqs: int, tokens: int, num_q_heads: int, head_dim: int, tiles: int, exact: bool, q8: bool
+    device: torch.device, num_seqs: int, tokens: int, num_q_heads: int, head_dim: int, pages: int, exact: bool, q8: bool
 ) -> int:
-    """How many of the `tokens` queries of each sequence, which all see `tiles` tiles of keys, a second launch computes
+    """How many of the `tokens` queries of each sequence, which all see `pages` pages of keys, a second launch computes
     (`cut.last_wave`)."""
     size = Problem(
-        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, tiles=tiles, causal=False, ragged=False,
+        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, pages=pages, causal=False, ragged=False,
         exact=exact, q8=q8,
     )  # fmt: skip
     return last_wave(power_of_two(head_dim), num_sms(device), size, chip(device))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ..codec import ratio_of_powers
 from ..common import HIDDEN, K_SCALE_WORD, V_SCALE_WORD
 from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
-from ..tiles import fetch_k, fetch_v
+from ..tiles import column_of, fetch_k, fetch_v
 from .items import BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
-from .registers import TILE
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .schedule import advance_to, claimed, draw, scheduler_init
 
@@ -26,11 +25,12 @@ class PrefillSource:
     num_kv_heads: gl.tensor
 
     @gluon.jit
-    def page(self, row, tile):
+    def page(self, row, tile, options: gl.constexpr):
         """The page of tile `tile` of the sequence in row `row` of the table."""
-        page = row * self.table_width + tile
+        column = column_of(tile, options.tile)
+        page = row * self.table_width + column
         if self.table is not None:
-            page = gl.load(self.table + row.to(gl.int64) * self.table_width + tile)
+            page = gl.load(self.table + row.to(gl.int64) * self.table_width + column)
         return page
 
     @gluon.jit
@@ -74,6 +74,7 @@ def tiles_of(block, batch, work, options: gl.constexpr):
         The length of the sequence, 0 if the item sees no keys; the position of the block's first query; the first and the last tile, which
         are one tile if it sees no keys; the number of keys on the left that are masked.
     """
+    TILE: gl.constexpr = options.tile
     length = gl.where(block.seq < batch.num_seqs, block.length, 0)
     position = length - block.q_len + block.begin
     last = length - 1
@@ -132,8 +133,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * PARTITIONS + i))
     length, position, bottom, last, left = tiles_of(block, batch, work, options)
     # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
-    page = source.page(block.row, last)
-    ahead = source.page(block.row, gl.maximum(last - 1, bottom))
+    page = source.page(block.row, last, options)
+    ahead = source.page(block.row, gl.maximum(last - 1, bottom), options)
     items.put(slot, TILES, last - bottom + 1)
     items.put(slot, LAST, last)
     items.put(slot, BATCH, block.out_slab)
@@ -165,7 +166,7 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         # is requested: the answer takes half a microsecond, and short items are over soon.
         ticket = draw(work.counter, j == last - bottom)
         mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
-        fetch_k(source.k, at, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
+        fetch_k(source.k, at, last - j, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
         v_ratio = ratio_of_powers(v_unit, v_scale)
         ring.scales.index(ring.STAGES + place.stage).store(v_ratio)
@@ -178,10 +179,10 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
         header = source.header(at + none, options)
         k_scale = gl.load(header + K_SCALE_WORD)
         v_scale = gl.load(header + V_SCALE_WORD)
-        ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom))
+        ahead = source.page(block.row, gl.maximum(last - 2 - j, bottom), options)
         mbarrier.wait(ring.barrier(V_EMPTY, place), place.phase)
         mbarrier.expect(ring.barrier(V_FULL, place), source.v.block_type.nbytes)
-        fetch_v(source.v, here, ring.barrier(V_FULL, place), ring.v, place.stage, ring.STAGES)
+        fetch_v(source.v, here, last - j, ring.barrier(V_FULL, place), ring.v, place.stage, ring.STAGES)
         place = ring.next(place)
     return place, ticket
 

@@ -10,7 +10,7 @@ from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sy
 from ..ptx import MAGIC, rest_to_fp8, to_fp8
 from ..rotation import block_size
 from .items import channels_of_mean
-from .registers import TILE, accumulator, join
+from .registers import join, scores_layout
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
@@ -175,7 +175,7 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
     """
-    SCORES: gl.constexpr = accumulator(options.rows, TILE)
+    SCORES: gl.constexpr = scores_layout(options)
     ROWS: gl.constexpr = options.rows
     WORDS: gl.constexpr = words(ROWS, 16)
     if Q16:

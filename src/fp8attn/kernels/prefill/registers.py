@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ..common import PAGE
 from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
-TILE = PAGE  # keys of a tile
 FEW = gl.constexpr(256)  # rows of prompts that see fewer keys are multiplied twice (`multiply`)
 ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
 
@@ -15,6 +13,12 @@ ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the out
 def accumulator(rows, columns):
     """The registers of a product `[rows, columns]`, of which each warpgroup computes 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 32])
+
+
+@gluon.constexpr_function
+def scores_layout(options):
+    """The registers of a tile's scores, `[rows, tile]`."""
+    return accumulator(options.rows, options.tile)
 
 
 @gluon.jit
@@ -47,5 +51,5 @@ def whole(a, b, LAYOUT: gl.constexpr):
 @gluon.jit
 def as_operand(p, P: gl.constexpr):
     """Weights as the left operand of P V. V's tokens are in `page_layout.V_ORDER`, so a thread already has its part."""
-    p = p.reshape([p.shape[0], TILE // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([p.shape[0], TILE])
+    p = p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([p.shape[0], p.shape[1]])
     return gl.convert_layout(p, P, assert_trivial=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..common import PAGE
 from ..gluon import aggregate, gl, gluon
-from .registers import TILE
 
 # The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
 # K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
@@ -18,7 +18,7 @@ class PrefillBatch:
     """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left.
 
     Without lengths each sequence has `new_keys` keys. A wave of a dense batch has `wave` heads; in a ragged batch each sequence has its own
-    number, which follows from `wave_rows` and `wave_tiles` (`heads_in_wave`).
+    number, which follows from `wave_rows` and `wave_pages` (`heads_in_wave`).
     """
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
@@ -31,7 +31,7 @@ class PrefillBatch:
     window: gl.tensor
     wave: gl.tensor
     wave_rows: gl.tensor  # queries with which each SM has CLAIMS items; 0 if items have one length
-    wave_tiles: gl.tensor  # tiles of one head in L2
+    wave_pages: gl.tensor  # pages of one head in L2
     BLOCK: gl.constexpr  # query rows of an item
 
 
@@ -73,11 +73,11 @@ def claimed(ticket):
 
 
 @gluon.jit
-def heads_in_wave(q_len, tiles, batch):
-    """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items has so many tiles; `cut.heads_in_wave` is the
+def heads_in_wave(q_len, pages, batch):
+    """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items reads `pages`; `cut.heads_in_wave` is the
     same on the host."""
     heads = gl.minimum((batch.wave_rows + q_len - 1) // gl.maximum(q_len, 1), MIN_HEADS)
-    return gl.minimum(gl.maximum(gl.maximum(heads, batch.wave_tiles // gl.maximum(tiles, 1)), 1), MAX_HEADS)
+    return gl.minimum(gl.maximum(gl.maximum(heads, batch.wave_pages // gl.maximum(pages, 1)), 1), MAX_HEADS)
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def seek(search, claim, batch):
 
     Returns:
         The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items before it; its first
-        query; its number of queries; the tiles of its longest item.
+        query; its number of queries; the pages of its longest item.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     num_seqs = batch.num_seqs
@@ -120,15 +120,15 @@ def seek(search, claim, batch):
     base = before
     start = 0
     q_len = 0
-    tiles = 0
+    pages = 0
     while (index > num_seqs) & (exponent >= 0):
         one = first + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         begin = gl.load(batch.bounds + one, mask=one <= num_seqs, other=batch.num_tokens)
         queries = gl.load(batch.bounds + one + 1, mask=one < num_seqs, other=batch.num_tokens) - begin
         keys = gl.minimum(gl.load(batch.lengths + one, mask=one < num_seqs, other=0), batch.window + BLOCK)
         items = (queries + BLOCK - 1) // BLOCK * batch.num_q_heads
-        own = gl.where(items > 0, gl.maximum(keys, 0).to(gl.float32).to(gl.int32, bitcast=True) >> 23, -1)
-        items = gl.where(own == exponent, items, 0)
+        longest = gl.where(items > 0, gl.maximum(keys, 0).to(gl.float32).to(gl.int32, bitcast=True) >> 23, -1)
+        items = gl.where(longest == exponent, items, 0)
         end = before + gl.associative_scan(items, 0, add)
         here = (claim < end) & (claim >= end - items)
         base = gl.max(end, 0)
@@ -137,16 +137,16 @@ def seek(search, claim, batch):
             base = gl.max(gl.where(here, end - items, 0), 0)
             start = gl.max(gl.where(here, begin, 0), 0)
             q_len = gl.max(gl.where(here, queries, 0), 0)
-            tiles = (gl.max(gl.where(here, keys, 0), 0) + TILE - 1) // TILE
+            pages = (gl.max(gl.where(here, keys, 0), 0) + PAGE - 1) // PAGE
         else:
             before = base
-            below = gl.maximum(below, gl.max(gl.where(own < exponent, own, -1), 0))
+            below = gl.maximum(below, gl.max(gl.where(longest < exponent, longest, -1), 0))
             first += 32
             if first > num_seqs:
                 exponent = below
                 below = -1
                 first = 0
-    return Search(exponent, below, first, before), index, base, start, q_len, tiles
+    return Search(exponent, below, first, before), index, base, start, q_len, pages
 
 
 @gluon.jit
@@ -169,7 +169,7 @@ def advance_to(claim, sequence, seqs, heads, batch):
             base += blocks * heads
             index += 1
         else:
-            search, index, base, start, q_len, tiles = seek(search, claim, batch)
+            search, index, base, start, q_len, pages = seek(search, claim, batch)
             blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
-            wave = heads_in_wave(q_len, tiles, batch)
+            wave = heads_in_wave(q_len, pages, batch)
     return PrefillSequence(index, base, start, search, q_len, blocks, wave)

@@ -6,7 +6,7 @@ from ..common import HIDDEN, LOG2E, UNSEEN
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import MAGIC, MAGIC_BITS, exp2, fill_magic, logistic
 from .items import LEFT
-from .registers import TILE, accumulator, join, split
+from .registers import accumulator, join, scores_layout, split
 
 WEIGHT_BITS = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 keeps 17 binades below this
 
@@ -17,15 +17,17 @@ WEIGHT_BITS = gl.constexpr(8.0)  # weights are stored as 2^8 p, because E4M3 kee
 @gluon.jit
 def begin_scores(q, k, m, options: gl.constexpr):
     """Begin Q K. `m` are the rows' maxima so far; only the fact that they are finite is used."""
-    SCORES: gl.constexpr = accumulator(options.rows, TILE)
+    SCORES: gl.constexpr = scores_layout(options)
     if k.dtype == gl.int8:
-        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([options.rows, TILE], gl.float32, SCORES))
-        a, b, c, d = split(zero, 4)
-        s = join((fill_magic(a, 0), fill_magic(b, 1), fill_magic(c, 2), fill_magic(d, 3)))
-        s = gl.convert_layout(s, SCORES, assert_trivial=True)
+        zero, _ = gl.broadcast((m * 0.0)[:, None], gl.zeros([options.rows, options.tile], gl.float32, SCORES))
+        pieces = split(zero, options.tile // 32)  # of 16 registers
+        s = ()
+        for i in gl.static_range(len(pieces)):
+            s += (fill_magic(pieces[i], i),)
+        s = gl.convert_layout(join(s), SCORES, assert_trivial=True)
         s = multiply_channels(q, k, s, True, options)
     else:
-        s = multiply_channels(q, k, gl.zeros([options.rows, TILE], gl.float32, SCORES), False, options)
+        s = multiply_channels(q, k, gl.zeros([options.rows, options.tile], gl.float32, SCORES), False, options)
     return s
 
 
@@ -52,16 +54,16 @@ def end_scores(s):
 @gluon.jit
 def scores_of_both(q, rest, k, options: gl.constexpr):
     """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in `end_scores`."""
-    SCORES: gl.constexpr = accumulator(options.rows, TILE)
+    SCORES: gl.constexpr = scores_layout(options)
     if k.dtype == gl.int8:
         # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two codes, far below
         # what K's rounding costs, and the same on average for all keys.
-        s = multiply_channels(rest, k, gl.zeros([options.rows, TILE], gl.int32, SCORES), False, options)
+        s = multiply_channels(rest, k, gl.zeros([options.rows, options.tile], gl.int32, SCORES), False, options)
         s = (warpgroup_mma_wait(0, deps=[s]) >> 8) + MAGIC_BITS
         s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
         s = s.to(gl.float32, bitcast=True)
     else:
-        s = multiply_channels(rest, k, gl.zeros([options.rows, TILE], gl.float32, SCORES), False, options)
+        s = multiply_channels(rest, k, gl.zeros([options.rows, options.tile], gl.float32, SCORES), False, options)
         s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
     return s
 
@@ -80,15 +82,15 @@ def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr
     if MASK:
         # ptxas: bounds are read here, or the loop of whole tiles would carry them in registers, and spill.
         last = rows.last_key(gl.SliceLayout(1, s.type.layout))
-        key = gl.arange(0, TILE, gl.SliceLayout(0, s.type.layout))[None, :]
+        key = gl.arange(0, options.tile, gl.SliceLayout(0, s.type.layout))[None, :]
         # ptxas: bits 1 and 2 of a thread's columns are its own, the others the same in all threads, and then constants. Of whole column
         # indices it would keep 64 in registers, and spill.
-        own = key & 6
+        bits = key & 6
         key = key & ~6
-        visible = key <= (last - tile * TILE)[:, None] - own
+        visible = key <= (last - tile * options.tile)[:, None] - bits
         if options.mask_left:
             first = gl.maximum(last - rows.window + 1, rows.items.get(rows.slot, LEFT))
-            visible = visible & (key >= (first - tile * TILE)[:, None] - own)
+            visible = visible & (key >= (first - tile * options.tile)[:, None] - bits)
         s = gl.where(visible, s, HIDDEN)
     return s
 
@@ -147,11 +149,11 @@ def no_sums(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def no_maximum(ROWS: gl.constexpr):
-    return gl.full([ROWS], UNSEEN, gl.float32, gl.SliceLayout(1, accumulator(ROWS, TILE)))
+def no_maximum(options: gl.constexpr):
+    return gl.full([options.rows], UNSEEN, gl.float32, gl.SliceLayout(1, scores_layout(options)))
 
 
 @gluon.jit
-def sum_of_rows(sums):
+def sum_of_rows(sums, options: gl.constexpr):
     """The sums as `[rows]`, one for each row."""
-    return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, accumulator(sums.shape[0], TILE)), assert_trivial=True)
+    return gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, scores_layout(options)), assert_trivial=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin, rest_to_fp8, split_to_fp8, to_fp8
-from .registers import TILE, accumulator, as_operand, whole
+from .registers import accumulator, as_operand, scores_layout, whole
 from .softmax import (
     begin_scores,
     end_scores,
@@ -96,7 +96,7 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     k_place = place
     v_place = place
     acc = gl.zeros([options.rows, options.width], gl.float32, OUT)
-    m = no_maximum(options.rows)
+    m = no_maximum(options)
     none, sums = no_sums(options.rows)
     ring.wait_k(k_place)
     s = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
@@ -129,7 +129,7 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place, options: gl.c
     t, total = warpgroup_mma_wait(0, deps=[t, total])
     ring.release_v(v_place)
     acc = acc * gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
-    return acc, m, sum_of_rows(rescale_sums(sums, alpha, total)), k_place
+    return acc, m, sum_of_rows(rescale_sums(sums, alpha, total), options), k_place
 
 
 # Three warpgroups: each works sequentially, and the other two fill the pipes in that time
@@ -143,7 +143,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     ring.wait_k(place)
     s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     if queries.Q16:  # noqa: SIM108 - at compile time. From memory: there are no registers for it between tiles
-        factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, accumulator(options.rows, TILE)))
+        factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, scores_layout(options)))
     else:
         factor = rows.factor
     factor = factor * ring.k_scale(place)
@@ -180,7 +180,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
 @gluon.jit
 def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
     acc = gl.zeros([options.rows, options.width], gl.float32, accumulator(options.rows, options.width))
-    m = no_maximum(options.rows)
+    m = no_maximum(options)
     _, sums = no_sums(options.rows)
     # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
     # unset otherwise (`unset` of `tests/kernels/prefill/compile_prefill.py`).
@@ -194,7 +194,7 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
         for _ in range(n_lo):
             m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
             tile -= 1
-    return acc, m, sum_of_rows(sums), place
+    return acc, m, sum_of_rows(sums, options), place
 
 
 # Both parts of Q and P
@@ -243,7 +243,7 @@ def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.const
 @gluon.jit
 def attend_twice(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: gl.constexpr):
     acc = gl.zeros([options.rows, options.width], gl.float32, accumulator(options.rows, options.width))
-    m = no_maximum(options.rows)
+    m = no_maximum(options)
     _, sums = no_sums(options.rows)
     if not options.exact:  # few tiles, which are all masked: less code
         n_hi += n_free + n_lo
@@ -258,4 +258,4 @@ def attend_twice(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options: 
             for _ in range(n_lo):
                 m, sums, acc, place = tile_twice(rows, ring, queries, tile, m, sums, acc, place, options, True)
                 tile -= 1
-    return acc, m, sum_of_rows(sums), place
+    return acc, m, sum_of_rows(sums, options), place

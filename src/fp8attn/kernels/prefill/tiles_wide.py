@@ -69,7 +69,7 @@ def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl
     acc = ()
     for _ in gl.static_range(options.head_dim // (options.width // 4)):
         acc += (gl.zeros([options.rows, options.width // 4], gl.float32, OUT),)
-    m = no_maximum(options.rows)
+    m = no_maximum(options)
     _, sums = no_sums(options.rows)
     tile = top
     ALL_MASKED: gl.constexpr = TWICE and not options.exact  # as in `tiles.attend_twice`
@@ -86,4 +86,4 @@ def attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options: gl
             for _ in range(n_lo):
                 m, sums, acc, place = wide_tile(rows, ring, queries, tile, m, sums, acc, place, options, True, TWICE)
                 tile -= 1
-    return acc, m, sum_of_rows(sums), place
+    return acc, m, sum_of_rows(sums, options), place
