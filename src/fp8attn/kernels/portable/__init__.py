@@ -108,8 +108,8 @@ def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> Portab
 @lru_cache
 def _device(device: torch.device) -> tuple[int, int, bool]:
     """Number of multiprocessors, bytes of shared memory that one program may have, and whether it is a Hopper GPU."""
-    found = machine(device)
-    return found.num_sms, found.shared_memory, found.hopper
+    properties = machine(device)
+    return properties.num_sms, properties.shared_memory, properties.hopper
 
 
 def portable_attention(
@@ -122,7 +122,7 @@ def portable_attention(
     cu_seqlens_q, max_seqlen_q, causal = params.cu_seqlens_q, params.max_seqlen_q, params.causal
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     num_tokens, num_q_heads, head_dim = q.shape
-    form = pages.format
+    kv_format = pages.format
     device = q.device
     if out is None:
         out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=device)
@@ -146,12 +146,12 @@ def portable_attention(
         target, target_lse = out, lse
     scratch = torch.empty((num_tokens, num_q_heads, head_dim), dtype=torch.float16, device=device) if block.scratch else None
     args = (
-        q, pages.pool, form.stored_k_mean, form.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
+        q, pages.pool, kv_format.stored_k_mean, kv_format.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
         None if splits > 1 else sinks, leftpad_k, scratch, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
         max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        codec=form.k, rotate=form.rotate, head_dim=head_dim, layout=form.layout,
+        codec=kv_format.k, rotate=kv_format.rotate, head_dim=head_dim, layout=kv_format.layout,
         width=power_of_two(head_dim), channels=power_of_two(head_dim) // shares, parts=block.parts, group=group, rows=rows, tile=tile,
         warps=block.key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
     )  # fmt: skip
