@@ -134,7 +134,7 @@ def fp8_kv_mask(
         real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
         start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
         last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
-        short = torch.as_tensor(end > width, device=real.device)
+        short = last.new_zeros(()) + end > width  # compiled, `end` may be a symbolic integer, of which as_tensor makes no tensor
         other = (real.sum(-1) != (last - start).clamp_min(0)).any() | short  # holes, or too short
         padded = True
         if torch.compiler.is_compiling():
