@@ -67,7 +67,8 @@ def test_masks_are_none_or_compact():
     assert rows(1, 256, torch.tensor(99), attention_mask=padding) == [[0, 30], [100, 100]]
     assert rows(1, 256, 0) == [[1, 1]]
     assert mask(1, 100, 99, attention_mask=padding).shape == (1, 1, 2, 2)
-    assert mask(50, 100, 50, attention_mask=everything[:, :60]).shape == (2, 1, 50, 100)  # too short: refused where it is used
+    with pytest.raises(ValueError, match="attention_mask is of 60 tokens, and the cache holds 50 and gets 50 new ones"):
+        mask(50, 100, 50, attention_mask=everything[:, :60])
     future = torch.ones(2, 256, dtype=torch.bool)
     assert mask(100, 256, attention_mask=future) is None
     assert mask(32, 32, local_size=16, mask_function=lambda b, h, q, k: (k <= q) & (k > q - 16)).shape == (2, 1, 32, 32)
@@ -163,7 +164,10 @@ def test_masks_that_are_refused(llama, kind):
             llama(ids, attention_mask=first, past_key_values=cache)
             mask = torch.cat([first, first[:, :1]], 1) if kind == "right-then-more" else mask[:, :1]
             ids = ids[:, :1]
-        with pytest.raises(ValueError, match=r"another mask.*padding_side = 'left'.*set_attn_implementation\('sdpa'\)"):
+        message = r"another mask.*padding_side = 'left'.*set_attn_implementation\('sdpa'\)"
+        if kind == "short":
+            message = "attention_mask is of 1 tokens, and the cache holds 150 and gets 1 new ones: pass a mask of all of them"
+        with pytest.raises(ValueError, match=message):
             llama(ids, attention_mask=mask, past_key_values=cache)
 
 
