@@ -44,7 +44,7 @@ test: .venv/.test
 # transformers and Triton. `--durations` shows where the minutes are.
 test-rest: check .venv/.dev
 	$(PYTEST) -m "slow and not release" $(PARALLEL) --durations 20
-	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py) -m "not slow" $(PARALLEL)
+	PYTHONPATH=$(COMPAT) $(PYTEST) $(addprefix tests/integrations/transformers/test_,transformers.py cache.py masks.py multimodal.py) -m "not slow" $(PARALLEL)
 	PYTHONPATH=$(TRITON36) $(PYTEST) tests/kernels tests/support/test_ptx.py -m triton36 $(PARALLEL)
 
 test-all:

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from fp8attn import PagedKVCache
+from fp8attn import PagedKVCache, attention
 from fp8attn.errors import UsageError
 from fp8attn.scales import LayerScales
 
@@ -118,3 +118,18 @@ def test_a_cache_of_transformers_passes_it_on(static, monkeypatch):
             model(prompt(), past_key_values=cache)
         assert given and set(given) == {wanted}
         given.clear()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_padding_that_no_query_sees_does_not_change_bits(window):
+    """The same bytes, behind a page of padding and without one."""
+    q, k, v = (x[0] for x in tokens([0]))
+    cache = PagedKVCache(HEADS, D)
+    cache.append(0, k, v)
+    pages = cache.pages(0)
+    count, options = 20, {"window": window, "batch_invariant": True}
+    out = attention(q[-count:], pages, **options)
+    table = torch.cat([pages.page_table[:, 1:2], pages.page_table[:, :3]], 1)
+    behind = pages.with_tables(table, pages.cache_seqlens + 128)
+    padded = attention(q[-count:], behind, leftpad_k=torch.tensor([128], dtype=torch.int32), **options)
+    assert torch.equal(padded, out)

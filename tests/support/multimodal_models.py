@@ -24,7 +24,7 @@ FAMILIES = {
         {"image_token_id": 80, "video_token_id": 81, "audio_token_id": 84, "audio_config": AUDIO},
     ),
     "video_llama_3": (
-        "VideoLlama3ForConditionalGeneration", {}, {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64},
+        "VideoLlama3ForConditionalGeneration", {"model_type": "qwen2"}, {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64},
         "hidden_size", IMAGES,
     ),
     "glm4v": ("Glm4vForConditionalGeneration", GLM, ONE, "hidden_size", IMAGES),
@@ -41,7 +41,7 @@ def make(family: str, vision_head_dim: int = 80, slow: int = 8) -> PreTrainedMod
     for name, p in model.named_parameters():
         if p.dim() >= 2:
             p.data.normal_(std=0.9 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
-        elif name.endswith("k_proj.bias") and "language_model" in name:
+        elif name.endswith("k_proj.bias") and not {"visual", "vision_model", "audio_tower"} & {*name.split(".")}:
             p.data.zero_()
             p.data.view(2, -1)[:, -slow:] = 8.0  # of a Qwen; GLM's pairs are neighbors, and half of its channels do not rotate
     return model

@@ -507,3 +507,40 @@ def test_another_head_dim_batch_and_offloading_are_refused(llama):
         cache.crop(3)
     with torch.no_grad(), pytest.raises(ValueError, match="without max_cache_len"):
         FP8Cache(make("qwen2-mixed"), max_cache_len=64).batch_repeat_interleave(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("batch", "leftpad"), [(1, {False}), (2, {False, True})])
+def test_kernels_of_padding_are_compiled_ahead_for_batches(llama, batch, leftpad):
+    """A cache does not see whether a batch has padding, so it prepares both kernels; a single sequence has none."""
+    cache = FP8Cache(llama)
+    llama(prompt(batch, 20), past_key_values=cache)
+    assert {attention.leftpad for attention in cache.paged.ahead.attention} == leftpad
+
+
+@torch.no_grad()
+def test_a_window_in_16_bits_goes_back_until_it_is_full():
+    """transformers' layer keeps 31 tokens of a window of 32, so it cannot give back a token from 32 tokens on."""
+    model = make("gemma3", sliding_window=32)
+    for length, goes_back in ((31, True), (32, False)):
+        cache = FP8Cache(model)
+        model(prompt(length=length), past_key_values=cache)
+        if goes_back:
+            cache.crop(-1)
+            assert cache.get_seq_length() == 30
+        else:
+            with pytest.raises(RuntimeError, match=r"cannot go back from 32 to 31 tokens"):
+                cache.crop(-1)
+            assert {int(layer.get_seq_length()) for layer in cache.layers} == {32}  # nothing was changed
+
+
+@torch.no_grad()
+def test_a_window_in_16_bits_that_records_gives_back_its_past_at_a_crop_of_nothing():
+    model = make("gemma3", sliding_window=32)
+    cache = FP8Cache(model)
+    cache.activate_past_recording()
+    model(prompt(length=50), past_key_values=cache)
+    (window, *_) = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+    assert window.keys.shape[2] == 50
+    cache.crop(0)
+    assert window.keys.shape[2] == 31 and cache.get_seq_length() == 50

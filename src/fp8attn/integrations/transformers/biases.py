@@ -367,7 +367,9 @@ def _rotated(
     count = min(context, POSITIONS)
     positions = torch.randperm(context, generator=generator)[:count].sort().values.to(offset.device)
     layer_type = {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
-    cos, sin = (x.to(offset) for x in rotary(offset, positions[None], **layer_type))  # its module may be on another device
+    # The position of a token of an image has three parts, which older transformers want for each token.
+    positions = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
+    cos, sin = (x.to(offset) for x in rotary(offset, positions, **layer_type))  # its module may be on another device
     width = getattr(attention, "rotary_ndims", offset.shape[1])  # Phi and StableLM give RoPE only the channels that it rotates
 
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
