@@ -24,8 +24,8 @@ FAMILIES = {
         {"image_token_id": 80, "video_token_id": 81, "audio_token_id": 84, "audio_config": AUDIO},
     ),
     "video_llama_3": (
-        "VideoLlama3ForConditionalGeneration", {"model_type": "qwen2"}, {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64},
-        "hidden_size", IMAGES,
+        "VideoLlama3ForConditionalGeneration", {"model_type": "qwen2"},
+        {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}, "hidden_size", IMAGES,
     ),
     "glm4v": ("Glm4vForConditionalGeneration", GLM, ONE, "hidden_size", IMAGES),
     "glm46v": ("Glm46VForConditionalGeneration", GLM, ONE, "hidden_size", IMAGES),
