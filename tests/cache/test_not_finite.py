@@ -6,6 +6,7 @@ import torch
 import fp8attn
 from fp8attn import KVPages, PagedKVCache, ops
 from fp8attn.formats.codec import CODECS
+from fp8attn.formats.page_layout import unpack_v
 from fp8attn.scales import LayerScales
 
 pytestmark = [
@@ -176,3 +177,20 @@ def test_no_page_is_needed_to_shorten_or_copy():
     cache.truncate([0, 150])
     cache.append(0, *tokens(2), lengths=[0, 2])
     assert cache.num_free_pages == 0 and cache.read(0, 1)[0].isfinite().all()
+
+
+@each_backend
+def test_a_step_into_the_next_page_clears_its_values_and_leaves_it_its_scale(backend):
+    """A step of four tokens begins in one page and ends in the next, whose bytes are those of older tokens, NaN in E4M3. The step's first
+    token has a NaN in K, which is of the first page alone."""
+    cache = PagedKVCache(HEADS, DIM, num_pages=2, backend=backend)
+    cache.append(0, *tokens(126))
+    cache.layers[0].pool[[page for page in range(2) if page not in cache.table.tables[0]]] = 0x7F
+    k, v = tokens(4)
+    k[0, :, 3] = torch.nan
+    cache.append(0, k, v)
+    pages = cache.pages(0)
+    first, second = pages.page_table[0].tolist()
+    assert pages.k_scale[first].isnan().all() and pages.k_scale[second].isfinite().all()
+    assert not unpack_v(pages.v[second : second + 1].view(torch.uint8))[2:].any()
+    assert cache.read(0, 0)[0][128:].isfinite().all()
