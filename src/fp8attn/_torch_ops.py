@@ -16,7 +16,6 @@ from .backends import find
 from .contents import at_hand, check_appended, check_attended
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
-from .formats.spec import PageSpec
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -28,9 +27,9 @@ def unobserved(x: torch.Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def resolve(backend: BackendName, x: torch.Tensor, spec: PageSpec) -> BackendName:
+def resolve(backend: BackendName, x: torch.Tensor, spec_name: str) -> BackendName:
     """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
-    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, spec).name
+    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, spec_name).name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
@@ -78,7 +77,7 @@ def _schema(kind: type[Append | AttentionParams]) -> str:
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
     pages = _pages(*args[:_PAGES_SIZE])
     *options, backend = args[_PAGES_SIZE:]
-    append, writer = Append(*options), find(backend, k.device, k.dtype, pages.spec)
+    append, writer = Append(*options), find(backend, k.device, k.dtype, pages.format.name)
     if at_hand(k, writer.name):
         check_appended(pages, k.shape[0], append)
     writer.append(pages, k, v, append)
@@ -95,7 +94,7 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
     *options, backend = args[_PAGES_SIZE:]
     params = AttentionParams(*options)
     pages = _pages(*args[:_PAGES_SIZE])
-    reader = find(backend, q.device, q.dtype, pages.spec)
+    reader = find(backend, q.device, q.dtype, pages.format.name)
     if at_hand(q, reader.name):
         check_attended(pages, q.shape[0], params)
     out, lse = reader.attention(q, pages, params)
@@ -117,7 +116,7 @@ register(
 def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *arguments, backend = args
     format = _format(*arguments)
-    pages = find(backend, k.device, k.dtype, format.spec).from_dense(k, v, format)
+    pages = find(backend, k.device, k.dtype, format.name).from_dense(k, v, format)
     return pages.pool, pages.page_table, pages.cache_seqlens
 
 

@@ -142,7 +142,7 @@ def attention(
     )
     if out is not None:
         _check_out(out, q)
-    name = resolve(backend, q, pages.spec)
+    name = resolve(backend, q, pages.format.name)
     if unobserved(q) and at_hand(q, name):
         check_attended(pages, q.shape[0], params)
     result, lse = run_attention(name, q, pages, params, out)
@@ -194,7 +194,7 @@ def from_dense(
     if (refusal := PageSpec.of(k.shape[3], key_dtype).refusal) is not None:
         raise UsageError(refusal)
     format = KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean)
-    return run_from_dense(resolve(backend, k, format.spec), k, v, format)
+    return run_from_dense(resolve(backend, k, format.name), k, v, format)
 
 
 def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
@@ -259,7 +259,7 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
-    return resolve(backend, k, cache.spec)
+    return resolve(backend, k, cache.spec.name)
 
 
 def check_queries(q: torch.Tensor, pages: KVPages) -> None:

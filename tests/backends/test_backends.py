@@ -8,7 +8,7 @@ import torch
 
 import fp8attn
 from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
-from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, reference, triton
+from fp8attn.backends import DENSE_BACKENDS, choose, find, hopper, load, reference, triton
 from fp8attn.formats.codec import INT8
 from fp8attn.formats.spec import PageSpec
 
@@ -49,7 +49,7 @@ def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monk
     for backend, device in ((hopper.Hopper, gpu), (triton.Triton, gpu), (reference.Reference, cpu), (reference.Reference, gpu)):
         assert f"there are no pages {named}: K and V must" in backend.supports(spec, torch.bfloat16, device)
         with pytest.raises(ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"):
-            find(backend.name, device, torch.bfloat16, spec)
+            choose(backend.name, device, torch.bfloat16, spec)
         assert backend.supports(PageSpec.of(64), torch.bfloat16, device) is None
 
 
@@ -98,7 +98,7 @@ print("triton" in sys.modules)
 
 def test_one_backend_is_made_once():
     cpu, found = torch.device("cpu"), load("reference")
-    assert find("auto", cpu, torch.float32, PageSpec.of(64)) is found is find("reference", cpu, torch.float16, PageSpec.of(512))
+    assert find("auto", cpu, torch.float32, PageSpec.of(64).name) is found is find("reference", cpu, torch.float16, PageSpec.of(512).name)
 
 
 def test_dense_queries_are_tokens():

@@ -37,7 +37,7 @@ TINY = {
 NAMES = {  # implementations of ours
     "prefill": {*prefill.OURS, "fp8attn-exact"}, "decode": {*problem.KEYS, "stream-ceiling"}, "engine": {"fp8attn"},
     "sdpa": {*problem.KEYS, "fp8attn-rope"}, "accuracy": {*problem.KEYS, "fp8attn-q8"},
-    "append": {*problem.KEYS, "fp8attn-counted", "ceiling"}, "accumulation": {"fp8attn"},
+    "append": {*problem.KEYS, "ceiling"}, "accumulation": {"fp8attn"},
     "overhead": {"fp8attn", "torch", "bf16-dynamic", "bf16-static", "fp8attn-dynamic", "fp8attn-static"},
     "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"}, "tests": {"fp8attn"},
     "video": {"fp8attn"}, "needle": {"fp8attn"},

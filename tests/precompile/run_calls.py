@@ -23,7 +23,7 @@ from fp8attn.backends import hopper
 from fp8attn.cache import sequences
 from fp8attn.dense import sdpa, strategies
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.spec import PageSpec
+from fp8attn.formats.spec import PageSpec, spec_of
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
@@ -151,8 +151,8 @@ def main() -> None:
     target, *words = sys.argv[1:]
     plan_for(TARGETS[target])
 
-    def backend(spec: PageSpec) -> BackendName:
-        return "hopper" if target == "sm_90" and hopper.refusal(spec) is None else "triton"
+    def backend(spec_name: str) -> BackendName:
+        return "hopper" if target == "sm_90" and hopper.refusal(spec_of(spec_name)) is None else "triton"
 
     _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
     sdpa._machine_reason = lambda *_: None

@@ -11,12 +11,14 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from fp8attn import UsageError
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import SHORTEST_WINDOW, layers_of, unsupported_reason
 from fp8attn.numerics import relative_error
@@ -130,10 +132,12 @@ def model_of(config: PreTrainedConfig) -> transformers.PreTrainedModel:
 
 
 @torch.no_grad()
-def errors(config: PreTrainedConfig) -> list[float]:
-    """The relative errors of a model's logits on a growing and on a static `FP8Cache`, beside transformers' own cache."""
+def errors(config: PreTrainedConfig) -> tuple[float, float | None, float | None]:
+    """The relative errors of a model's logits beside transformers' own cache: on a growing `FP8Cache`, on one whose windows are in 16 bits,
+    as a static one has them, and on a static one. Without the last two, of models of windows alone: a static cache refuses them."""
     model = model_of(config)
-    tokens = LONG if any(layer.is_windowed for layer in layers_of(config)) else TOKENS
+    windows = [index for index, layer in enumerate(layers_of(config)) if layer.is_windowed]
+    tokens = LONG if windows else TOKENS
     ids = torch.randint(3, VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(1))
 
     def logits(made: transformers.Cache) -> torch.Tensor:
@@ -143,7 +147,13 @@ def errors(config: PreTrainedConfig) -> list[float]:
 
     model.set_attn_implementation("eager")
     exact = logits(DynamicCache(config=model.config))
-    return [relative_error(logits(FP8Cache(model, max_cache_len=length)), exact) for length in (None, tokens)]
+    growing = relative_error(logits(FP8Cache(model)), exact)
+    if not any(layer.is_full for layer in layers_of(config)):
+        with pytest.raises(UsageError, match="has a sliding window, and a static cache"):
+            FP8Cache(model, max_cache_len=tokens)
+        return growing, None, None
+    beside = relative_error(logits(FP8Cache(model, skip_layers=windows)), exact) if windows else growing
+    return growing, beside, relative_error(logits(FP8Cache(model, max_cache_len=tokens)), exact)
 
 
 def page(untried: dict[str, str]) -> str:
@@ -163,7 +173,7 @@ def page(untried: dict[str, str]) -> str:
         f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, by `model_type`.",
         "Multimodal models have the family of their text model. A test makes a small random model of each with head_dim 64 (Gemma 4's full",
         "attention: 512), and compares its logits on a growing and on a static cache with those on transformers' own cache. Its sliding",
-        f"windows have {WINDOW} tokens.",
+        f"windows have {WINDOW} tokens. A static cache has them in 16 bits, and refuses models of windows alone.",
         "(Shorter ones stay in 16 bits, because their pages would not be smaller.) `python -m tests.support.families --write` writes this",
         "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
         "have another head_dim or other layers.", "",

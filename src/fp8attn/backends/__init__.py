@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from ..errors import UsageError
-from ..formats.spec import HEAD_DIMS, PageSpec
+from ..formats.spec import HEAD_DIMS, PageSpec, spec_of
 from ..params import BACKENDS, DENSE_BACKENDS, BackendName, DenseBackendName, check_backend
 from . import fa3
 from .base import Backend
@@ -94,14 +94,14 @@ def load(name: BackendName) -> Backend:
     return _CLASSES[name]()
 
 
-def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec) -> Backend:
-    """The backend for a call, with `"auto"` resolved.
+def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec_name: str) -> Backend:
+    """The backend for a call, with `"auto"` resolved. A spec is passed by its name, which a format has at hand.
 
     Raises:
         UsageError: as `select_backend`.
     """
-    return load(choose(backend, device, dtype, spec))
+    return load(choose(backend, device, dtype, spec_of(spec_name)))
 
 
 # The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments for mypy.
-find: Callable[[BackendName, torch.device, torch.dtype, PageSpec], Backend] = cache(_find)
+find: Callable[[BackendName, torch.device, torch.dtype, str], Backend] = cache(_find)

@@ -12,7 +12,7 @@ namespace and called by the names in its schema; nothing is registered or activa
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,7 +53,7 @@ class Build:
     """
 
     name: str
-    op: torch._ops.OpOverload
+    op: Callable[..., object]
     neutral: tuple
     positions: Mapping[str, int]
 

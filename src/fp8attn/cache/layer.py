@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..checks import check_finite, check_is_tensor
-from ..formats.codec import KeyDtype
 from ..formats.kv_format import KVFormat
 from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, scales_of
+from ..formats.rotation import rotate
+from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..scales import LayerScales
 from .page_table import Change, PageTable, lasting
@@ -17,8 +18,8 @@ class LayerPages:
     """One layer's pool of pages, and the format of its K and V.
 
     Args:
-        num_kv_heads, head_dim: the layer's shape.
-        key_dtype: the format of keys, as `PagedKVCache` takes it.
+        num_kv_heads: heads of K and V.
+        spec: what its pages hold.
         rotate_keys: whether keys are rotated before quantization.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated. None: zero.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.
@@ -34,14 +35,14 @@ class LayerPages:
     def __init__(
         self,
         num_kv_heads: int,
-        head_dim: int,
-        key_dtype: KeyDtype,
+        spec: PageSpec,
         rotate_keys: bool,
         k_mean: torch.Tensor | None,
         v_mean: torch.Tensor | None,
         scales: LayerScales | None,
         device: torch.device,
     ) -> None:
+        head_dim, key_dtype = spec.k_dim, spec.k.name
         if scales is not None:
             if not isinstance(scales, LayerScales):
                 raise TypeError(f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a layer's")
@@ -65,12 +66,11 @@ class LayerPages:
                 if mean.shape != (num_kv_heads, head_dim):
                     raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
                 check_finite(mean, name)
-        k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
-        form = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
         self.scales, self.device, self.num_kv_heads = scales, device, num_kv_heads
-        self.format = form
+        self.format = KVFormat(spec.name, rotate_keys)
         if k_mean is not None or v_mean is not None:
-            self.use_means(form.stored_k_mean, form.v_mean)
+            k_mean = None if k_mean is None else k_mean.float()
+            self.use_means(rotate(k_mean) if k_mean is not None and rotate_keys else k_mean, None if v_mean is None else v_mean.float())
         self.pool: torch.Tensor | None = None
 
     def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:

@@ -143,7 +143,7 @@ class PageTable:
                 if self.references[page] - leaving.get(page, 0) > 1:
                     leaving[page] = leaving.get(page, 0) + 1
                     copied.append((seq, column))
-        behind = [] if self.recording else self._behind()
+        behind = [] if self.window is None or self.recording else self._behind()
         if any(added) or copied or self.tails or behind:
             self._assign(added, copied, behind, apply)
         self.headroom = min(
@@ -357,9 +357,10 @@ class PageTable:
         """Add this many pages to each sequence, replace the page of each (sequence, column) in `copied` with a new one, and give back
         those `behind` the window (`_behind`)."""
         count = sum(added) + len(copied)
-        leaving = Counter(page for seq, start, stop in behind for page in self.tables[seq][start:stop])
-        if self.grows or count <= len(self.free) + sum(self.references[page] == leaves for page, leaves in leaving.items()):
-            self._give_back(behind)  # before `apply`, which writes to free pages
+        if behind:
+            leaving = Counter(page for seq, start, stop in behind for page in self.tables[seq][start:stop])
+            if self.grows or count <= len(self.free) + sum(self.references[page] == leaves for page, leaves in leaving.items()):
+                self._give_back(behind)  # before `apply`, which writes to free pages
         taken, num_pages = self._find(count)
         sources, targets = [self.tables[seq][column] for seq, column in copied], taken[: len(copied)]
         moved = dict(zip(copied, targets, strict=True))

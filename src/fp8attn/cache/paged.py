@@ -174,7 +174,7 @@ class PagedKVCache(Sequences):
         ops.check_queries(q, pages)
         call = q.dtype, q.shape[1], *options
         if call not in step.calls:
-            step.calls[call] = resolve(self.backend, q, self.spec), ops.params_of(q, pages, step.cu_seqlens, step.longest, *options)
+            step.calls[call] = resolve(self.backend, q, self.spec.name), ops.params_of(q, pages, step.cu_seqlens, step.longest, *options)
         name, params = step.calls[call]
         if layer not in self.ahead.attended:
             changing = options_of(window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant)

@@ -88,8 +88,7 @@ class Sequences:
         for rotated in options[0]:
             check_flags(rotate_keys=rotated)
         self.layers = [
-            LayerPages(num_kv_heads, head_dim, key_dtype, rotated, k, v, own, self.device)
-            for rotated, k, v, own in zip(*options, strict=True)
+            LayerPages(num_kv_heads, self.spec, rotated, k, v, own, self.device) for rotated, k, v, own in zip(*options, strict=True)
         ]
         if num_pages is not None:  # before the page table, whose lists on the host are as long
             for layer in self.layers:
@@ -330,7 +329,8 @@ class Sequences:
         held = self._tensors()
         try:
             self.table.reserve(counts, self._apply)
-            self.table.compact(self._take)
+            if self.table.window is not None:
+                self.table.compact(self._take)
         finally:
             self._renew(held)  # also if some layers have a larger pool already and the next has no memory for it
 

@@ -282,7 +282,7 @@ def _prepare(
     is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
 ) -> None:  # fmt: skip
     """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
-    if (name := find(backend, device, dtype, PageSpec.of(shape[-1], key_dtype)).name) == "reference":
+    if (name := find(backend, device, dtype, PageSpec.of(shape[-1], key_dtype).name).name) == "reference":
         return
     batch, heads, q_len, head_dim = shape
     dtypes = {value: key for key, value in calls.DTYPES.items()}

@@ -29,7 +29,7 @@ def strategy(
     """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are `rope.out`."""
     if backend == "fa3":
         return _quantized_rows(k, v, softmax_scale, form.rotate, rope)
-    paged = find(backend, k.device, k.dtype, form.spec)
+    paged = find(backend, k.device, k.dtype, form.name)
     pages = paged.from_dense(k, v, form, rope)
     return _over_pages(paged, pages, softmax_scale, k.shape[2] if rope is None else 0)  # the launch before attention writes `rope.out`
 
@@ -42,7 +42,7 @@ def fp8_strategy(
         fa3.check(k.device, torch.bfloat16)
         return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale)
     form = KVFormat(PageSpec.of(k.shape[3], E4M3.name).name, rotate=False)
-    paged = find(backend, k.device, torch.bfloat16, form.spec)
+    paged = find(backend, k.device, torch.bfloat16, form.name)
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
     # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
     pages = paged.from_dense(k, v, form)

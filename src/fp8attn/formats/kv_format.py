@@ -9,7 +9,7 @@ import torch
 from .codec import Codec
 from .page_layout import PageLayout
 from .rotation import rotate
-from .spec import PageSpec, spec_of
+from .spec import SPECS, PageSpec, spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class KVFormat:
         Raises:
             UsageError: there are no such pages.
         """
-        return spec_of(self.name)
+        return SPECS.get(self.name) or spec_of(self.name)  # which raises
 
     @property
     def k(self) -> Codec:

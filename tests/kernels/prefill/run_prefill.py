@@ -30,9 +30,6 @@ CASES = {
     "new pages, two CTAs": {
         "lengths": [714, 714], "queries": [170, 170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True, "sms": 2,
     },
-    "new pages, in parts": {
-        "lengths": [330], "queries": [330], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "new": True, "splits": 3,
-    },
     "ragged, two warpgroups": {
         "lengths": [330, 200, 0, 64], "queries": [170, 200, 0, 20], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "splits": 1,
         "out": True,

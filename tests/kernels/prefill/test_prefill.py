@@ -24,7 +24,7 @@ BOUNDS = {
 }
 TRITON36 = (
     "ragged, output given",
-    "new pages, in parts",  # two warpgroups
+    "new pages, two CTAs",  # two warpgroups
     "head_dim 256",
     "window, padding, softcap, sinks",
 )

@@ -133,7 +133,7 @@ class EngineLayer:
                 check_marks(pool, part.page_table, self.mark)
         if self.sinks is not None:  # SGLang passes them with each call
             check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, pool.device)
-        name = resolve("auto", q, self.format.spec)
+        name = resolve("auto", q, self.format.name)
         for part in step.parts:
             pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)
             tokens = part.tokens

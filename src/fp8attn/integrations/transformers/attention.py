@@ -142,7 +142,7 @@ def _attend_pages(
             None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks, start, False,
             key.exact, key.batch_invariant,
         )  # fmt: skip
-        out, _ = ops.run_attention(resolve(key.backend, q, pages.spec), q, pages, params)
+        out, _ = ops.run_attention(resolve(key.backend, q, pages.format.name), q, pages, params)
     return out.view(batch, length, heads, head_dim)
 
 

@@ -14,6 +14,7 @@ The scales of all pages are those of `numerics.settle`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -71,8 +72,10 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         places = num_tokens // PAGE_SIZE + 2 * num_seqs
         launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), constants)
     if advance:
-        with torch.inference_mode():  # outside of this mode, torch does not write to its tensors
-            pages.cache_seqlens.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
+        lengths = pages.cache_seqlens
+        # Outside of inference mode, torch does not write to its tensors. Caches have none, and entering the mode takes microseconds.
+        with torch.inference_mode() if lengths.is_inference() else nullcontext():
+            lengths.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
 
 def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope | None = None) -> KVPages:
@@ -181,7 +184,8 @@ def _page_constants(
     row = replace(row, parts=max(1, row.width // PAGE_CHANNELS))
     options = _options(row, *stored, dense)
     options = replace(options, k=replace(options.k, rope=ropes[0]), q_rope=ropes[1], hopper=dense and machine(device).hopper)
-    limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
+    # Two programs an SM, or one where RoPE's second load of masked channels would spill. (Triton's AMD backend has no such option.)
+    limit = {} if hip else {"maxnreg": 168 if ropes[1] and row.head_dim < row.width else 128}
     return make_constants("page", device, OPTIONS=options, num_warps=row.held // 16, enable_fp_fusion=False, **limit)
 
 
