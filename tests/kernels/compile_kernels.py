@@ -155,11 +155,14 @@ def launches(target: str, name: str) -> list[Launch]:
             patch.setattr(module, "is_native", lambda device: native)
         patch.setattr(append, "num_sms", lambda device: 132)
         patch.setattr(append, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
-        append._step_plan.cache_clear()  # it keeps what these gave
+        kept = append._step_plan, append._page_constants  # they keep what these gave
+        for each in kept:
+            each.cache_clear()
         patch.setattr(portable, "_device", lambda device: (132, shared_memory, gpu.arch == 90))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)
-        append._step_plan.cache_clear()
+        for each in kept:
+            each.cache_clear()
     return found
 
 

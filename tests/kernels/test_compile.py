@@ -33,6 +33,8 @@ KERNELS = {
 # Bytes that a thread may spill at head_dim 128 and less. Pages of K that are rotated and settled do not fit in the 128 registers of two
 # programs an SM, and steps of several tokens keep all that may be rounded again; spills are outside of loops over memory.
 SPILLED = {"page_kernel": 320, "step_kernel": 160}
+# RoPE of a dense call loads each channel's partner, too, and 96 channels are masked at each load. With one program an SM it does not spill.
+MASKED_ROPE = {"D96 dense rope": 360}
 
 
 @pytest.mark.parametrize("names", [HOPPER, SAMPLE], ids=["Hopper", "sample"])
@@ -46,7 +48,7 @@ def test_compiles_for_hopper_without_spills(case, capsys):
     for row in compiled("sm_90", case):
         # At head_dim 512 prompts spill, mostly before the loop, where Q is rotated. They take half of the time of tiles that do not spill.
         if head_dim <= 128 or (head_dim == 512 and row["kernel"] == "portable_kernel" and "rows128" not in case):
-            assert row["spill_bytes"] <= SPILLED.get(row["kernel"], 0), row
+            assert row["spill_bytes"] <= MASKED_ROPE.get(case, SPILLED.get(row["kernel"], 0)), row
         if row["kernel"] == "page_kernel" and head_dim in (64, 96, 128):
             # Two programs an SM: alone, a program's reading waits for its writing, and a quarter of the bandwidth is gone.
             assert 2 * row["registers"] * 32 * row["num_warps"] <= 65536, row

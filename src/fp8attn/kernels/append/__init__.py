@@ -184,8 +184,7 @@ def _page_constants(
     row = replace(row, parts=max(1, row.width // PAGE_CHANNELS))
     options = _options(row, *stored, dense)
     options = replace(options, k=replace(options.k, rope=ropes[0]), q_rope=ropes[1], hopper=dense and machine(device).hopper)
-    # Two programs an SM, or one where RoPE's second load of masked channels would spill. (Triton's AMD backend has no such option.)
-    limit = {} if hip else {"maxnreg": 168 if ropes[1] and row.head_dim < row.width else 128}
+    limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return make_constants("page", device, OPTIONS=options, num_warps=row.held // 16, enable_fp_fusion=False, **limit)
 
 
