@@ -44,9 +44,6 @@ class PageSpec:
         # It is no field: Dynamo passes every field of a frozen dataclass to the constructor.
         vars(self)["name"] = name + ("" if self.tokens == PAGE_SIZE else f"-{self.tokens}_tokens")
 
-    def __hash__(self) -> int:
-        return hash(self.name)  # the backend of every call is found by its spec, and a string keeps its hash
-
     @classmethod
     def of(cls, head_dim: int, key_dtype: str = DEFAULT_KEY_DTYPE) -> PageSpec:
         """The spec that the keywords of public functions describe: K and V of `head_dim` channels.
