@@ -162,7 +162,7 @@ def main() -> None:
     for name, layers in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        layers = [replace(layer, backend=backend(PageSpec.of(layer.head_dim))) for layer in layers]
+        layers = [replace(layer, backend=backend(PageSpec.of(layer.head_dim).name)) for layer in layers]
         known: dict = {}
         for layer in layers:
             known |= launches(layer)
