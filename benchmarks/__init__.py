@@ -1,7 +1,8 @@
-"""The benchmarks. They measure the `src` folder of this checkout, or the one that FP8ATTN_SRC names (`base`), not an installed one.
+"""The benchmarks. They measure the `src` folder of this checkout, or the one that FP8ATTN_SRC names (`base`), not an
+installed one.
 
-They run with the Triton of the folder FP8ATTN_TRITON, if there is one, and not with the installed one (`benchmarks/triton.py` sets it for
-its processes).
+They run with the Triton of the folder FP8ATTN_TRITON, if there is one, and not with the installed one
+(`benchmarks/triton.py` sets it for its processes).
 """
 
 import os

@@ -1,10 +1,11 @@
 """Errors of our kernels and the peers', at lengths from 1 to a million tokens.
 
-A case is `{phase}-mean{mean of V}-D128-S{tokens}`. Phases: `causal`, a prompt; `full`, 128 queries that see every key; `decode`, one query.
-`rel_err` is against float64 on the bytes that each system was given, over the first and the last 64 queries; `last` is over the last alone.
-`fp8attn` has 16-bit queries and keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) keys of the other; `fp8attn-q8` has FP8
-queries over E4M3 keys that are not rotated, as the peers do. Outputs are NaN before the call, pages that no sequence holds and K behind a
-sequence's end are 0x7F, and scales of such pages NaN.
+A case is `{phase}-mean{mean of V}-D128-S{tokens}`. Phases: `causal`, a prompt; `full`, 128 queries that see every key;
+`decode`, one query. `rel_err` is against float64 on the bytes that each system was given, over the first and the last
+64 queries; `last` is over the last alone. `fp8attn` has 16-bit queries and keys of the default format,
+`fp8attn-e4m3-keys` (or `-int8-keys`) keys of the other; `fp8attn-q8` has FP8 queries over E4M3 keys that are not
+rotated, as the peers do. Outputs are NaN before the call, pages that no sequence holds and K behind a sequence's end
+are 0x7F, and scales of such pages NaN.
 """
 
 from __future__ import annotations

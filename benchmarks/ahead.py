@@ -2,9 +2,10 @@
 
     python -m benchmarks.ahead < {"machine": [...], "arch": 90, "cases": {"prefill": ["D128-causal-S16384"], ...}}
 
-Tensors are on the device "meta": they have shapes and no memory. What the host asks of a GPU is answered for the machine that is given
-(`pretend`). Launches are recorded, not made, and compiled for that GPU by as many processes as there are cores. The kernels stay in
-Triton's cache on disk, where the benchmarks find them. A kernel that is missed is compiled when it is first launched.
+Tensors are on the device "meta": they have shapes and no memory. What the host asks of a GPU is answered for the
+machine that is given (`pretend`). Launches are recorded, not made, and compiled for that GPU by as many processes as
+there are cores. The kernels stay in Triton's cache on disk, where the benchmarks find them. A kernel that is missed is
+compiled when it is first launched.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ _todo: list[tuple] = []  # inherited by the processes that compile: kernels cann
 
 
 def compile_ahead(cases: Mapping[str, Sequence[str]]) -> None:
-    """Compile the kernels of cases, by benchmark. Benchmarks without `calls` are left out. Without a GPU it does nothing."""
+    """Compile the kernels of cases, by benchmark. Benchmarks without `calls` are left out. Without a GPU it does
+    nothing.
+    """
     import torch
 
-    chosen = {name: list(found) for name, found in cases.items() if hasattr(import_module(f"benchmarks.{name}"), "calls")}
+    chosen = {
+        name: list(found) for name, found in cases.items() if hasattr(import_module(f"benchmarks.{name}"), "calls")
+    }
     if not chosen or not torch.cuda.is_available():
         return
     from fp8attn.kernels.machine import machine
@@ -38,7 +43,9 @@ def compile_ahead(cases: Mapping[str, Sequence[str]]) -> None:
     request = {"machine": machine(device), "arch": 10 * major + minor, "cases": chosen}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.ahead"]
-    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT, env=environment)
+    ended = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     print(ended.stdout, end="")
     if ended.returncode:
         print(f"kernels are compiled as they are launched: {ended.stderr[-2000:]}", flush=True)
@@ -74,7 +81,9 @@ def pretend(machine: Sequence[Any]) -> None:
         if name.partition(".")[0] == fp8attn.__name__:
             for attribute, value in list(vars(module).items()):
                 for original, answer in answers:
-                    if value is original or getattr(value, "__wrapped__", None) is original:  # as it is, or what keeps its results
+                    if (
+                        value is original or getattr(value, "__wrapped__", None) is original
+                    ):  # as it is, or what keeps its results
                         setattr(module, attribute, answer)
 
 
@@ -117,7 +126,9 @@ def main() -> None:
     target = GPUTarget("cuda", request["arch"], 32)
     _todo[:] = [(made, target) for made in found.values()]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        failures = [failure for job in [pool.submit(_compile, i) for i in range(len(_todo))] if (failure := job.exception())]
+        failures = [
+            failure for job in [pool.submit(_compile, i) for i in range(len(_todo))] if (failure := job.exception())
+        ]
     print(f"{len(_todo) - len(failures)} of {len(_todo)} kernels compiled", *failures, sep="\n", flush=True)
 
 

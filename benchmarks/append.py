@@ -1,14 +1,16 @@
-"""Times of writes to the cache: a decode step's append, a prompt's append, and `fp8attn.from_dense`, beside a kernel that only reads and
-writes.
+"""Times of writes to the cache: a decode step's append, a prompt's append, and `fp8attn.from_dense`, beside a kernel
+that only reads and writes.
 
 `fp8attn` writes keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other; both rotate them.
 
-8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked before it is timed: an
-append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read and one written for each element of K and V.
-`ceiling` reads and writes as many bytes: it converts BF16 to E4M3, element by element.
+8 KV heads of 128 (`quantize`: 32), CUDA graphs, the L2 cache flushed before every run. What is written is checked
+before it is timed: an append's bytes are the reference's. `gbps` counts what must be read and written: two bytes read
+and one written for each element of K and V. `ceiling` reads and writes as many bytes: it converts BF16 to E4M3, element
+by element.
 
 A step is all of a decode step's append: `ms` is what it adds to a graph in which kernels read as much as
-attention does (`measure.between_reads`). Alone after a flush, which leaves the cache full of dirty lines, it takes longer.
+attention does (`measure.between_reads`). Alone after a flush, which leaves the cache full of dirty lines, it takes
+longer.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class Append:
         step, count = self.new == 1, self.batch * self.new
         columns = -(-(self.held + (STEPS if step else self.new)) // PAGE_SIZE)
         num_pages = self.batch * columns
-        lengths = torch.zeros(len(KEYS), self.batch, dtype=torch.int32, device=DEVICE)  # of all caches: one launch sets them back
+        lengths = torch.zeros(
+            len(KEYS), self.batch, dtype=torch.int32, device=DEVICE
+        )  # of all caches: one launch sets them back
         caches = {}
         for (impl, name), row in zip(KEYS.items(), lengths, strict=True):
             pages = KVPages.empty(num_pages, HEADS, DIM, self.batch, columns, DEVICE, key_dtype=name)
@@ -163,7 +167,9 @@ def measure(case: str) -> Iterator[dict]:
             yield {"case": case, "impl": impl, "ms": round(between_reads(call, ROUNDS, before=made.restart), 5)}
         return
     read_and_write = ceiling(made.bytes)
-    found = made.calls | {"ceiling": lambda: (made.restart(), read_and_write())}  # it too pays for the launch that sets the lengths back
+    found = made.calls | {
+        "ceiling": lambda: (made.restart(), read_and_write())
+    }  # it too pays for the launch that sets the lengths back
     replays = {impl: graph_of(call)[0] for impl, call in found.items()}
     for impl, ms in interleaved(replays, ROUNDS, flush=True).items():
         yield {"case": case, "impl": impl, "ms": round(ms, 5), "gbps": round(made.bytes / ms * 1e-6, 1)}

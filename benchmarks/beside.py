@@ -13,8 +13,8 @@ class Beside:
         self.function, self.seconds, self.process = function, seconds, None
 
     def __call__(self, *arguments):
-        """The result of the function. None if it raised, crashed or gave no answer within `seconds`; the next call then begins a new
-        process."""
+        """The result of the function. None if it raised, crashed or gave no answer within `seconds`; the next call then
+        begins a new process."""
         if self.process is None:
             context = get_context("spawn")
             self.pipe, theirs = context.Pipe()

@@ -1,11 +1,12 @@
 """A decode step's attention, compared with its peers and with a kernel that only reads.
 
-Each implementation (`peers` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is measured; the L2 cache is
-flushed before every run. `gbps` counts the live bytes of K and V. `stream-ceiling` is the same producer with a consumer that only releases
-what it gets: what is possible at all. HPC-Ops' plan of a step, which it makes once for all layers, is not timed. `rel_err` is against
-float64 on the bytes that each implementation was given, on the first and the last sequence; ours have page scales that differ, rotated
-queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn` has keys of the default format, `fp8attn-e4m3-keys` (or
-`-int8-keys`) of the other.
+Each implementation (`peers` has the others) runs as a CUDA graph, as decoding does, so that no host's speed is
+measured; the L2 cache is flushed before every run. `gbps` counts the live bytes of K and V. `stream-ceiling` is the
+same producer with a consumer that only releases
+what it gets: what is possible at all. HPC-Ops' plan of a step, which it makes once for all layers, is not timed.
+`rel_err` is against float64 on the bytes that each implementation was given, on the first and the last sequence; ours
+have page scales that differ, rotated queries, and FP16 queries and outputs (BF16's rounding alone is 1.6e-3). `fp8attn`
+has keys of the default format, `fp8attn-e4m3-keys` (or `-int8-keys`) of the other.
 """
 
 from __future__ import annotations

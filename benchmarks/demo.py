@@ -1,4 +1,6 @@
-"""The results of `fp8attn demo`: bytes, perplexity, answers and needles of this repository's model, in BF16 and in FP8."""
+"""The results of `fp8attn demo`: bytes, perplexity, answers and needles of this repository's model, in
+BF16 and in FP8.
+"""
 
 from __future__ import annotations
 

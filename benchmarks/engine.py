@@ -1,10 +1,12 @@
-"""The attention of an engine's step: a chunk of a prompt beside decode steps, in one CUDA graph, compared with its peers.
+"""The attention of an engine's step: a chunk of a prompt beside decode steps, in one CUDA graph, compared with its
+peers.
 
-Llama-3.1-8B's heads (32 query heads, 8 KV heads of 128), in shuffled pages. `C2k-beside-64` is a prompt's first 2,048 tokens beside 64
-decode steps over 512 to 16,384 tokens (their logarithms evenly spread); `-at-32k` are the chunk's 2,048 queries the last of 32,768 tokens.
-`fp8attn` is two calls of `ops.attention`, decode steps and then prompts, as the plugin for vLLM makes them, with BF16 queries.
-`vllm-fa3-fp8` and `-bf16` are one call of vLLM's kernel for all, `-split` two; `flashinfer` and `hpc-ops` are their two kernels. Queries of
-the FP8 peers are in FP8 already (XQA rounds its own): the kernel that rounds them is not timed. Errors are against float64 on the bytes
+Llama-3.1-8B's heads (32 query heads, 8 KV heads of 128), in shuffled pages. `C2k-beside-64` is a prompt's first 2,048
+tokens beside 64 decode steps over 512 to 16,384 tokens (their logarithms evenly spread); `-at-32k` are the chunk's
+2,048 queries the last of 32,768 tokens. `fp8attn` is two calls of `ops.attention`, decode steps and then prompts, as
+the plugin for vLLM makes them, with BF16 queries. `vllm-fa3-fp8` and `-bf16` are one call of vLLM's kernel for all,
+`-split` two; `flashinfer` and `hpc-ops` are their two kernels. Queries of the FP8 peers are in FP8 already (XQA rounds
+its own): the kernel that rounds them is not timed. Errors are against float64 on the bytes
 that each was given: `rel_err` of the chunk, `rel_err_decode` of the first decode step. L2 is flushed before every run.
 """
 
@@ -46,7 +48,9 @@ CASES = {f"C{chunk}k-beside-{decodes}": step(decodes, chunk * K) for chunk in (2
 
 def split(shape: Shape) -> tuple[Shape, Shape]:
     """The decode steps, and the chunk."""
-    few, many = (replace(shape, keys=shape.keys[seqs], queries=shape.queries[seqs]) for seqs in (slice(-1), slice(-1, None)))
+    few, many = (
+        replace(shape, keys=shape.keys[seqs], queries=shape.queries[seqs]) for seqs in (slice(-1), slice(-1, None))
+    )
     return few, many
 
 
@@ -71,9 +75,13 @@ def ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ste
     few, many = split(shape)
     decodes, parts = len(few.keys), []
     for part, seqs in ((few, slice(decodes)), (many, slice(decodes, None))):  # a decode step has one query
-        here = replace(pages, page_table=pages.page_table[seqs].clone(), cache_seqlens=pages.cache_seqlens[seqs].clone())
+        here = replace(
+            pages, page_table=pages.page_table[seqs].clone(), cache_seqlens=pages.cache_seqlens[seqs].clone()
+        )
         bounds = {"cu_seqlens_q": offsets(part.queries), "max_seqlen_q": max(part.queries)}
-        call = partial(ops.attention, q[seqs], here, softmax_scale=part.softmax_scale, out=torch.empty_like(q[seqs]), **bounds)
+        call = partial(
+            ops.attention, q[seqs], here, softmax_scale=part.softmax_scale, out=torch.empty_like(q[seqs]), **bounds
+        )
         held = lambda seq, here=here, part=part: here.read(seq, part.keys[seq], torch.float64)  # noqa: E731
         parts.append((part, Run(call, q[seqs], held)))
     return Step(tuple(parts))

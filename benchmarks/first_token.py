@@ -1,8 +1,9 @@
 """Seconds from a cache to a prompt's first token, and of `warmup`, in a new process with an empty Triton cache.
 
-A model of Qwen2.5's (0.5B or 1.5B) or Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes one more token.
-Each run is a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second process, which finds them on disk. Time
-begins when the model is on the GPU and has run without a cache. `warmup` compiles all kernels of Llama-3.1-8B's shape.
+A model of Qwen2.5's (0.5B or 1.5B) or Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes
+one more token. Each run is a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second
+process, which finds them on disk. Time begins when the model is on the GPU and has run without a cache. `warmup`
+compiles all kernels of Llama-3.1-8B's shape.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 QWEN = dict(hidden_size=896, num_attention_heads=14, num_key_value_heads=2, head_dim=64)
-QWEN15B = {"shape": dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128), "tokens": 8192, "means": True}
+QWEN15B = {
+    "shape": dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128),
+    "tokens": 8192,
+    "means": True,
+}
 LLAMA = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"shape": LLAMA, "tokens": 8192},
@@ -70,9 +75,11 @@ def warmup() -> dict[str, float]:
     return {"seconds": round(time.perf_counter() - begun, 1)}
 
 
-def first_token(shape: dict[str, int], tokens: int, means: bool = False, options: dict[str, Any] | None = None) -> dict[str, float]:
-    """Seconds to the first and the second token through `FP8Cache`. `means`: each layer has another combination of static means.
-    The third layer's E4M3 keys are not rotated, as those of layers with large biases are not."""
+def first_token(
+    shape: dict[str, int], tokens: int, means: bool = False, options: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Seconds to the first and the second token through `FP8Cache`. `means`: each layer has another combination of
+    static means. The third layer's E4M3 keys are not rotated, as those of layers with large biases are not."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -81,7 +88,9 @@ def first_token(shape: dict[str, int], tokens: int, means: bool = False, options
     from .problem import DEVICE
 
     synchronize = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-    config = LlamaConfig(**shape, intermediate_size=1024, num_hidden_layers=LAYERS, vocab_size=1024, max_position_embeddings=1 << 15)
+    config = LlamaConfig(
+        **shape, intermediate_size=1024, num_hidden_layers=LAYERS, vocab_size=1024, max_position_embeddings=1 << 15
+    )
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(DEVICE):

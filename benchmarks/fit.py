@@ -2,10 +2,10 @@
 
     python -m benchmarks.fit
 
-A launch of `prefill` whose every CTA does `items` items of `tiles` tiles takes `launch + items * (item + tile * tiles)` microseconds, and a
-launch of `combine` that reads `bytes` of partial outputs takes `once + byte * bytes`. Both are fitted by least squares of relative errors.
-`launch` is left out of the entry: every way to cut a problem has it. What is not fitted (the bytes of L2, decode's numbers) stays as it is
-in `devices.py`.
+A launch of `prefill` whose every CTA does `items` items of `tiles` tiles takes `launch + items * (item + tile * tiles)`
+microseconds, and a launch of `combine` that reads `bytes` of partial outputs takes `once + byte * bytes`. Both are
+fitted by least squares of relative errors. `launch` is left out of the entry: every way to cut a problem has it. What
+is not fitted (the bytes of L2, decode's numbers) stays as it is in `devices.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from fp8attn.kernels.launch import num_sms
 from . import problem
 from .measure import graph_of, interleaved
 
-HEADS, TILES = (1, 2, 4), (6, 16, 64)  # items of a CTA, and their tiles of 128 keys; those of few keys have a path of their own
+HEADS, TILES = (
+    (1, 2, 4),
+    (6, 16, 64),
+)  # items of a CTA, and their tiles of 128 keys; those of few keys have a path of their own
 SPLITS, TOKENS, Q_HEADS, HEAD_DIM = (2, 3, 5), (256, 1024, 4096), 32, 128  # what `combine` puts together
 COPIED = 1 << 30  # bytes
 IN_A_GRAPH, ROUNDS = 4, 15  # launches in a CUDA graph, and its replays
@@ -68,8 +71,8 @@ def microseconds(calls: dict) -> dict:
 
 
 def time_prefill(width: int, shape: prefill.cut.Shape) -> dict[tuple[int, int], float]:
-    """The times (microseconds) of one shape of the kernel, by a CTA's items and their tiles. A head has as many items as there are
-    multiprocessors."""
+    """The times (microseconds) of one shape of the kernel, by a CTA's items and their tiles. A head has as many items
+    as there are multiprocessors."""
     calls = dict(prefill_calls(width, shape.rows * num_sms(torch.device("cuda", torch.cuda.current_device()))))
     with only(shape):
         return microseconds(calls)
@@ -122,7 +125,10 @@ def main() -> None:
         for shape in shapes:
             times = time_prefill(width, shape)
             costs[width, shape.warpgroups] = cost = fit_prefill(times)
-            print(f"# head_dim {width}, {shape.warpgroups} warpgroups: {cost}; microseconds by items and tiles: {times}", flush=True)
+            print(
+                f"# head_dim {width}, {shape.warpgroups} warpgroups: {cost}; microseconds by items and tiles: {times}",
+                flush=True,
+            )
     print(f"# combine, microseconds by bytes: {(times := time_combine())}", flush=True)
     measured = replace(
         devices.chip(device), name=torch.cuda.get_device_name(device), bandwidth=_digits(bandwidth(), 3), prefill=costs,

@@ -1,9 +1,10 @@
-"""Collects other systems' kernels into `.peers/` (`make peers`): from their wheels, and compiled from their sources. About 80 MiB that a
-machine without a network can get; cuDNN's two libraries are 50 of them.
+"""Collects other systems' kernels into `.peers/` (`make peers`): from their wheels, and compiled from their sources.
+About 80 MiB that a machine without a network can get; cuDNN's two libraries are 50 of them.
 
-What cannot be had is named with the reason, and the rest goes on. A file that is there is not collected again. Compiling needs nvcc of CUDA
-13, no GPU, and repositories: `FP8ATTN_SOURCES` is a folder with checkouts of them where GitHub cannot be reached. Headers come from wheels,
-so torch need not be installed. A library names what it needs (torch's libraries, libcuda), and finds it where it is loaded. Only the
+What cannot be had is named with the reason, and the rest goes on. A file that is there is not collected again.
+Compiling needs nvcc of CUDA 13, no GPU, and repositories: `FP8ATTN_SOURCES` is a folder with checkouts of them where
+GitHub cannot be reached. Headers come from wheels, so torch need not be installed. A library names what it needs
+(torch's libraries, libcuda), and finds it where it is loaded. Only the
 kernels that the benchmarks call are compiled: the other functions that a library's entry points name are null.
 """
 
@@ -35,11 +36,16 @@ PLATFORMS = (
     "--platform=any",
 )
 TORCH = "torch==2.11.0"
-HEADERS = {TORCH: "torch/include/", "nvidia-cublas==13.0.2.14": "nvidia/cu13/include/", TVM_FFI: "tvm_ffi/include/"}  # and where in a wheel
+HEADERS = {
+    TORCH: "torch/include/",
+    "nvidia-cublas==13.0.2.14": "nvidia/cu13/include/",
+    TVM_FFI: "tvm_ffi/include/",
+}  # and where in a wheel
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 # Headers of torch that ask for all of CUDA's libraries or Python's headers, of which the sources need little.
 STAND_INS = {
-    "ATen/cuda/CUDAContext.h": "#include <c10/cuda/CUDAStream.h>\nnamespace at::cuda { using c10::cuda::getCurrentCUDAStream; }\n",
+    "ATen/cuda/CUDAContext.h": "#include <c10/cuda/CUDAStream.h>\nnamespace at::cuda { using "
+    "c10::cuda::getCurrentCUDAStream; }\n",
     "torch/extension.h": "#include <torch/types.h>\n",
 }
 
@@ -50,7 +56,19 @@ def download(release: str, folder: Path) -> Path:
     Raises:
         LookupError: it cannot be downloaded, with the reason.
     """
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", *PYTHON, *PLATFORMS, "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        *PYTHON,
+        *PLATFORMS,
+        "-d",
+        str(folder),
+    ]
     ended = subprocess.run([*command, release], capture_output=True, text=True)
     if ended.returncode:
         errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
@@ -90,7 +108,8 @@ def collect(wanted: Wheel) -> list[Path]:
 
 
 def compile(library: Source, work: Path) -> list[Path]:
-    """The path of a library that is compiled, alone in a list. Sources and headers go into `work`, for the other libraries, too.
+    """The path of a library that is compiled, alone in a list. Sources and headers go into `work`, for the other
+    libraries, too.
 
     Raises:
         LookupError: its source cannot be had, or does not compile; with the reason.
@@ -99,7 +118,9 @@ def compile(library: Source, work: Path) -> list[Path]:
     if (found := FOLDER / f"{library.name}.so.xz").exists() and (extra is None or (FOLDER / extra).exists()):
         return [found]
     headers = [unpacked(release, work, inside) / inside for release, inside in HEADERS.items()]
-    source = checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, "flashinfer/")
+    source = (
+        checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, "flashinfer/")
+    )
     folder = work / library.name
     folder.mkdir()
     made = build(library, source, headers, folder)
@@ -164,14 +185,17 @@ def build(library: Source, source: Path, headers: Iterable[Path], folder: Path) 
 
 
 def linked(library: Source, objects: list[Path], folder: Path) -> Path:
-    """A shared library that needs those of `library.needs`, which are not here: empty ones with their names are linked."""
+    """A shared library that needs those of `library.needs`, which are not here:
+    empty ones with their names are linked.
+    """
     for name in library.needs:
         soname = f"lib{name}.so" + ".1" * (name == "cuda")
         run("gcc", "-shared", "-x", "c", "/dev/null", f"-Wl,-soname,{soname}", "-o", folder / f"lib{name}.so")
     names = {kind: set(run("nm", f"--{kind}-only", "-P", *objects).split()) for kind in ("undefined", "defined")}
     absent = sorted(name for name in names["undefined"] - names["defined"] if name.startswith(library.missing))
     run(
-        "nvcc", "-shared", "-o", target := folder / "made.so", *objects, f"-L{folder}", "-Xlinker", "--no-as-needed,--strip-all",
+        "nvcc", "-shared", "-o", target := folder / "made.so", *objects, f"-L{folder}", "-Xlinker",
+        "--no-as-needed,--strip-all",
         *(f"-l{name}" for name in library.needs), *(x for name in absent for x in ("-Xlinker", f"--defsym={name}=0")),
     )  # fmt: skip
     return target
@@ -189,7 +213,9 @@ def run(*command: str | Path) -> str:
         raise LookupError(f"{command[0]} is not installed") from problem
     if ended.returncode:
         lines = (ended.stderr + ended.stdout).strip().splitlines()
-        raise LookupError(f"{command[0]}: {next((line for line in lines if 'error' in line), lines[-1] if lines else 'failed')}")
+        raise LookupError(
+            f"{command[0]}: {next((line for line in lines if 'error' in line), lines[-1] if lines else 'failed')}"
+        )
     return ended.stdout
 
 

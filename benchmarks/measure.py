@@ -1,4 +1,6 @@
-"""How the benchmarks measure: interleaved medians of CUDA events, CUDA graphs, outputs poisoned beforehand, float64 on sampled rows."""
+"""How the benchmarks measure: interleaved medians of CUDA events, CUDA graphs, outputs poisoned beforehand, float64 on
+sampled rows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ MOST_DECODED = 16  # queries of a sequence in a decode step
 
 
 def interleaved(
-    calls: Mapping[str, Callable], rounds: int, *, sample_ms: float = 0, flush: bool = False, before: Callable = lambda: None
+    calls: Mapping[str, Callable],
+    rounds: int,
+    *,
+    sample_ms: float = 0,
+    flush: bool = False,
+    before: Callable = lambda: None,
 ) -> dict[str, float]:
     """Median time of each call in milliseconds. Each round runs every call once, in a new random order.
 
@@ -48,21 +55,27 @@ def interleaved(
             end.record()
             events[name].append((start, end))
         torch.cuda.synchronize()
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) / repeats[name] for name, pairs in events.items()}
+    return {
+        name: statistics.median(start.elapsed_time(end) for start, end in pairs) / repeats[name]
+        for name, pairs in events.items()
+    }
 
 
 def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Callable = lambda: None) -> float:
     """The time in milliseconds that `call` adds to a CUDA graph whose other kernels read more than the L2 cache holds.
 
-    A model's decode step is such a graph: attention has left the cache full of clean lines of K and V. (`interleaved` flushes by writing:
-    the lines are dirty, and the next kernel waits for them to be written back.) The lines that `call` dirties are written back while the
-    next kernel reads, so that is counted too.
+    A model's decode step is such a graph: attention has left the cache full of clean lines of K and V. (`interleaved`
+    flushes by writing: the lines are dirty, and the next kernel waits for them to be written back.) The lines that
+    `call` dirties are written back while the next kernel reads, so that is counted too.
 
     Args:
         steps: pairs of a read and `call` in a graph; the same graph without `call` is subtracted.
         before: runs before each sample, outside of it.
     """
-    data, largest = torch.ones(L2_FLUSH // 4, dtype=torch.int32, device=DEVICE), torch.empty((), dtype=torch.int32, device=DEVICE)
+    data, largest = (
+        torch.ones(L2_FLUSH // 4, dtype=torch.int32, device=DEVICE),
+        torch.empty((), dtype=torch.int32, device=DEVICE),
+    )
 
     def pairs(body: Callable) -> None:
         for _ in range(steps):
@@ -70,13 +83,15 @@ def between_reads(call: Callable, rounds: int, *, steps: int = 16, before: Calla
             body()
 
     bodies = {"with": call, "without": lambda: None}
-    times = interleaved({name: graph_of(lambda body=body: pairs(body))[0] for name, body in bodies.items()}, rounds, before=before)
+    times = interleaved(
+        {name: graph_of(lambda body=body: pairs(body))[0] for name, body in bodies.items()}, rounds, before=before
+    )
     return (times["with"] - times["without"]) / steps
 
 
 def graph_of(call: Callable) -> tuple[Callable, object]:
-    """The call as a CUDA graph, so that the host's speed does not matter: (replay, the result, which every replay overwrites). The graph
-    does not keep the tensors alive that the call reads."""
+    """The call as a CUDA graph, so that the host's speed does not matter: (replay, the result, which every replay
+    overwrites). The graph does not keep the tensors alive that the call reads."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -88,7 +103,9 @@ def graph_of(call: Callable) -> tuple[Callable, object]:
     return captured.replay, result
 
 
-def timed(shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable], rounds: int, **options) -> Iterator[dict]:
+def timed(
+    shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable], rounds: int, **options
+) -> Iterator[dict]:
     """The row of each implementation: `ms`, and for a decode step `gbps` of the live K and V, for a prompt `tflops`."""
     for impl, ms in interleaved(calls, rounds, **options).items():
         if max(shape.queries) <= MOST_DECODED:
@@ -103,8 +120,8 @@ def timed(shape: Shape, rows: Mapping[str, dict], calls: Mapping[str, Callable],
 
 @contextmanager
 def poisoned():
-    """A context in which every floating-point `torch.empty` is filled with NaN, so that an output or partial sum that a kernel does not
-    write becomes visible."""
+    """A context in which every floating-point `torch.empty` is filled with NaN, so that an output or partial sum that a
+    kernel does not write becomes visible."""
     empty = torch.empty
 
     def nan(*args, **kwargs):
@@ -135,13 +152,15 @@ def outputs(case: str, runs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]
 
 
 def sampled_queries(queries: int) -> list[int]:
-    """Indices of queries: blocks of 32 from a sequence's start, middle and end. The first rows of a prompt see few keys, the last ones
-    most."""
+    """Indices of queries: blocks of 32 from a sequence's start, middle and end. The first rows of a prompt see few
+    keys, the last ones most."""
     starts = {0, max(queries // 2 - 16, 0), max(queries - 32, 0)}
     return sorted({i for start in starts for i in range(start, min(start + 32, queries))})
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, last_key: torch.Tensor | None = None) -> torch.Tensor:
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, last_key: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of some queries of one sequence in float64.
 
     Args:
@@ -172,16 +191,25 @@ def relative(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def error(shape: Shape, out: torch.Tensor, run: Run, seqs: Sequence[int] | None = None) -> float:
-    """Relative error of sampled queries of some sequences, by default the first and the last, against float64 on what the run was given."""
+    """Relative error of sampled queries of some sequences, by default the first and the last, against float64 on what
+    the run was given.
+    """
     pairs = []
     for seq in sorted({0, len(shape.keys) - 1}) if seqs is None else seqs:
         index = torch.tensor(sampled_queries(shape.queries[seq]), device=out.device, dtype=torch.long)
         rows = index + shape.rows(seq).start
-        pairs.append((run.unit * out[rows].double(), exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index))))
+        pairs.append(
+            (
+                run.unit * out[rows].double(),
+                exact(run.q[rows], *run.held(seq), shape.softmax_scale, shape.last_key(seq, index)),
+            )
+        )
     return relative(pairs)
 
 
-def checked(case: str, runs: Mapping[str, Any], most: float, errors: Callable) -> tuple[dict[str, dict], dict[str, Callable]]:
+def checked(
+    case: str, runs: Mapping[str, Any], most: float, errors: Callable
+) -> tuple[dict[str, dict], dict[str, Callable]]:
     """The rows of implementations with their errors, and their CUDA graphs.
 
     Args:
@@ -196,6 +224,8 @@ def checked(case: str, runs: Mapping[str, Any], most: float, errors: Callable) -
         torch.cuda.synchronize()
         off = errors(run, held)
         rows[impl] = {"case": case, "impl": impl} | off
-        if impl.startswith("fp8attn") and not (all(x <= most for x in off.values()) and all(map(torch.equal, held, out))):
+        if impl.startswith("fp8attn") and not (
+            all(x <= most for x in off.values()) and all(map(torch.equal, held, out))
+        ):
             raise AssertionError(f"{case}: {impl} is wrong, {off}")
     return rows, replays

@@ -3,13 +3,15 @@
     python -m benchmarks.needle                    makes the prompts, in `.needle/`; needs fp8attn[ruler], and no GPU
     python -m benchmarks.run needle [CASE ...]     asks for the answers
 
-The task is `niah_multikey_2`: the prompt consists of sentences like the one that is asked for. The model is the committed one, as trained,
-or rewritten so that K and V are harder to quantize and exact answers stay (`stress`). An answer ends with its first line.
+The task is `niah_multikey_2`: the prompt consists of sentences like the one that is asked for. The model is the
+committed one, as trained, or rewritten so that K and V are harder to quantize and exact answers stay (`stress`). An
+answer ends with its first line.
 
-Other systems' kernels take K and V in rows, with one scale for a whole tensor, as engines do: one, which engines take where a checkpoint
-has none, or `:calibrated`, of each layer's Q, K and V on held-out text. `+means` subtracts each prompt's means of K and V, and adds V's.
-`bf16` is FlashAttention-3 in BF16. A row has the share of right answers, its 95% interval (Wilson), the same by depth of the needle in
-tenths of the prompt, and, beside `bf16` on the same samples, the difference with its interval (Newcombe) and p-value (McNemar).
+Other systems' kernels take K and V in rows, with one scale for a whole tensor, as engines do: one, which engines take
+where a checkpoint has none, or `:calibrated`, of each layer's Q, K and V on held-out text. `+means` subtracts each
+prompt's means of K and V, and adds V's. `bf16` is FlashAttention-3 in BF16. A row has the share of right answers, its
+95% interval (Wilson), the same by depth of the needle in tenths of the prompt, and, beside `bf16` on the same samples,
+the difference with its interval (Newcombe) and p-value (McNemar).
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ class Rows:
         keys = self.lengths or (total,) * batch
         shape = Shape(keys, tuple(min(length, n) for n in keys), heads, kv_heads, dim, True)
         if not self.lengths:
-            return self.attend(module.layer_idx, shape, *(x.flatten(0, 1) for x in (q, k, v))).unflatten(0, (batch, length)), None
+            return self.attend(module.layer_idx, shape, *(x.flatten(0, 1) for x in (q, k, v))).unflatten(
+                0, (batch, length)
+            ), None
         here = self.mask[:, -length:].bool()
         out = q.new_zeros(batch, length, heads, dim)
         out[here] = self.attend(module.layer_idx, shape, q[here], *(taken(x, self.mask.bool()) for x in (k, v)))
@@ -163,14 +167,18 @@ class FP8Layer(DynamicLayer):
         super().__init__()
         self.rows, self.scales = rows, scales
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         first = not self.is_initialized
         if first:
             self.lazy_initialization(key_states, value_states)
             self.k_mean, self.v_mean = (self.mean(x) for x in (key_states, value_states))
         new = [
             E4M3.quantize(x.float() - mean[:, :, None], scale)
-            for x, mean, scale in zip((key_states, value_states), (self.k_mean, self.v_mean), self.scales[1:], strict=True)
+            for x, mean, scale in zip(
+                (key_states, value_states), (self.k_mean, self.v_mean), self.scales[1:], strict=True
+            )
         ]
         if not first:
             new = [
@@ -181,7 +189,9 @@ class FP8Layer(DynamicLayer):
         return self.keys, self.values
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a prompt's K or V `[B, num_kv_heads, S, D]` without padding, `[B, num_kv_heads, D]` float32; zero without `means`."""
+        """Of a prompt's K or V `[B, num_kv_heads, S, D]` without padding, `[B, num_kv_heads, D]` float32; zero without
+        `means`.
+        """
         if not self.rows.means:
             return torch.zeros_like(x[:, :, 0], dtype=torch.float32)
         real = x.new_ones(len(x), x.shape[2]) if self.rows.mask is None else self.rows.mask[:, -x.shape[2] :]
@@ -204,7 +214,9 @@ class Systems:
 
     @cached_property
     def calibrated(self) -> list[torch.Tensor]:
-        """One scale for each layer's Q, K and V, `[3]` float32: the largest magnitude on held-out text becomes E4M3's largest."""
+        """One scale for each layer's Q, K and V, `[3]` float32: the largest magnitude on held-out text becomes E4M3's
+        largest.
+        """
         seen = Largest(KERNELS["bf16"])
         self.use(seen)
         for window in models.windows(models.tokenize(self.tokenizer, models.read_text()), *CALIBRATION, from_end=True):
@@ -224,7 +236,9 @@ class Systems:
         if kernel == "bf16":
             rows = Rows(KERNELS[kernel])
         else:
-            rows = FP8Rows(KERNELS[kernel], self.calibrated if "calibrated" in options else self.ones, "means" in options)
+            rows = FP8Rows(
+                KERNELS[kernel], self.calibrated if "calibrated" in options else self.ones, "means" in options
+            )
         self.use(rows)
         return lambda: rows.cache(self.model.config)
 
@@ -238,8 +252,17 @@ def row_of(case: str, impl: str, outcomes: list[Outcome]) -> dict:
     """The row of an implementation, whose outcomes and those of `bf16` are among `outcomes`."""
     own = [outcome for outcome in outcomes if outcome.cache == impl]
     right = sum(outcome.right for outcome in own)
-    row = {"case": case, "impl": impl, "accuracy": right / len(own), "interval": wilson(right, len(own)), "samples": len(own)}
-    row["depths"] = {f"{cell.depth:g}": [round(cell.score, 4), cell.samples] for cell in sorted(cells(own), key=lambda cell: cell.depth)}
+    row = {
+        "case": case,
+        "impl": impl,
+        "accuracy": right / len(own),
+        "interval": wilson(right, len(own)),
+        "samples": len(own),
+    }
+    row["depths"] = {
+        f"{cell.depth:g}": [round(cell.score, 4), cell.samples]
+        for cell in sorted(cells(own), key=lambda cell: cell.depth)
+    }
     if impl != "bf16" and any(outcome.cache == "bf16" for outcome in outcomes):
         pair = compare(outcomes, "bf16", impl)
         row |= {"difference": pair.difference, "difference_interval": pair.interval, "p": pair.p}
@@ -248,10 +271,11 @@ def row_of(case: str, impl: str, outcomes: list[Outcome]) -> dict:
 
 
 def save_samples(path: str | Path, samples: Iterable[Sample]) -> None:
-    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and used on another.
+    """Write samples to a zip file, and make the folders above. So samples can be made on one machine and used on
+    another.
 
-    Each member is one sample: a line of JSON, then the prompt's ids as 32-bit integers of this machine. bzip2 compresses a token of RULER's
-    texts to 2.7 bits, and a prompt of 131,072 tokens to 45 KB.
+    Each member is one sample: a line of JSON, then the prompt's ids as 32-bit integers of this machine. bzip2
+    compresses a token of RULER's texts to 2.7 bits, and a prompt of 131,072 tokens to 45 KB.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with ZipFile(path, "w", ZIP_BZIP2) as file:
@@ -281,7 +305,9 @@ def measure(case: str) -> Iterator[dict]:
             continue
         samples = load_samples(prompts(asked.length), slice(asked.samples))
         made = {impl: there.enter(impl)}
-        outcomes += needle.ask(there.model, there.tokenizer, samples, made, chunk=LONGEST, batch_tokens=BATCH_TOKENS, stop="\n")
+        outcomes += needle.ask(
+            there.model, there.tokenizer, samples, made, chunk=LONGEST, batch_tokens=BATCH_TOKENS, stop="\n"
+        )
         yield row_of(case, impl, outcomes)
 
 

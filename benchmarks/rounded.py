@@ -1,23 +1,25 @@
-"""Caches of other systems by definition: K and V rounded as their kernels round them, and attention that rounds nothing else.
+"""Caches of other systems by definition: K and V rounded as their kernels round them, and attention that rounds nothing
+else.
 
-A rounding maps K or V `[..., head_dim]` to the values that a cache gives back; a cache has one for K and one for V. It depends on one token
-of one head, so sliding windows are rounded like the other layers.
+A rounding maps K or V `[..., head_dim]` to the values that a cache gives back; a cache has one for K and one for V. It
+depends on one token of one head, so sliding windows are rounded like the other layers.
 
 vLLM 0.33's per-token-head caches (`kv_cache_dtype` of that name; `vllm/v1/attention/ops`), for each token and head:
 
 - `int8_per_token_head`: `code = trunc(x / scale ± 0.5)`, in -128 to 127, with `scale = max(amax / 127, 1e-6)` in FP32.
 - `fp8_per_token_head`: `code = e4m3(x / scale)`, with `scale = max(amax / 448, 1e-6)` in FP32.
 - `int4_per_token_head`: x is multiplied by random signs and a Hadamard matrix, and rounded to the model's dtype. Then
-  `code = trunc(x / scale + zero ± 0.5)`, in 0 to 15, with `scale = max((max - min) / 15, 1e-6)`, whose low four bits hold `zero`,
-  and are read as zeros.
+  `code = trunc(x / scale + zero ± 0.5)`, in 0 to 15, with `scale = max((max - min) / 15, 1e-6)`, whose low four bits
+  hold `zero`, and are read as zeros.
 
-Their kernels keep Q and the softmax weights in 16 bits in prompts and in decode steps alike. Here weights stay in FP32, and so do rotated
-queries, which favors these caches by the error of BF16.
+Their kernels keep Q and the softmax weights in 16 bits in prompts and in decode steps alike. Here weights stay in FP32,
+and so do rotated queries, which favors these caches by the error of BF16.
 
-llama.cpp's `q8_0` (`-ctk q8_0 -ctv q8_0`; `quantize_row_q8_0_ref` in `ggml-quants.c`, rotations of #21038 in `llama-kv-cache.cpp`), for
-each 32 channels of a token and head: `code = round(x / scale)`, halves away from zero, with `scale = amax / 127`, which is kept in FP16.
-Before, K is multiplied by the orthogonal Hadamard matrix of the largest power of two that divides head_dim, and V, 64 channels at a time,
-by that of 64. Some of its kernels round queries to INT8, too; here they do not.
+llama.cpp's `q8_0` (`-ctk q8_0 -ctv q8_0`; `quantize_row_q8_0_ref` in `ggml-quants.c`, rotations of #21038 in
+`llama-kv-cache.cpp`), for
+each 32 channels of a token and head: `code = round(x / scale)`, halves away from zero, with `scale = amax / 127`, which
+is kept in FP16. Before, K is multiplied by the orthogonal Hadamard matrix of the largest power of two that divides
+head_dim, and V, 64 channels at a time, by that of 64. Some of its kernels round queries to INT8, too; here they do not.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def _signs(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _hadamard(x: torch.Tensor) -> torch.Tensor:
-    """`x` times the Hadamard matrix of ones, not normalized: twice is `head_dim` times `x`. head_dim is a power of two."""
+    """`x` times the Hadamard matrix of ones, not normalized: twice is `head_dim` times `x`.
+    head_dim is a power of two.
+    """
     dim, half = x.shape[-1], 1
     while half < dim:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -111,7 +115,9 @@ class _Rounds(CacheLayerMixin):
 
     roundings: tuple[Rounding, Rounding]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         of_keys, of_values = self.roundings
         return super().update(of_keys(key_states), of_values(value_states), *args, **kwargs)
 
@@ -129,7 +135,10 @@ class RoundedCache(DynamicCache):
 
     def __init__(self, config: Any, roundings: tuple[Rounding, Rounding]) -> None:
         super().__init__(config=config)
-        replaced = {DynamicLayer: lambda _: RoundedLayer(), DynamicSlidingWindowLayer: lambda old: RoundedSlidingLayer(old.sliding_window)}
+        replaced = {
+            DynamicLayer: lambda _: RoundedLayer(),
+            DynamicSlidingWindowLayer: lambda old: RoundedSlidingLayer(old.sliding_window),
+        }
         self.layers: list[CacheLayerMixin] = [replaced[type(layer)](layer) for layer in self.layers]
         for layer in self.layers:
             layer.roundings = roundings

@@ -2,12 +2,14 @@
 
     python -m benchmarks.run                               lists the benchmarks
     python -m benchmarks.run NAME --list                   lists its cases
-    python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names; all without words
-    python -m benchmarks.run NAME --save                   also writes the rows to results/<device>/NAME.json
-    python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to that file, each case when it is measured
-    python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
+    python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names;
+    all without words python -m benchmarks.run NAME --save                   also writes the rows to
+    results/<device>/NAME.json python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to
+    that file, each case when it is measured python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside
+    another revision's; keeps nothing
 
-With OUT=FOLDER, every row is also appended to FOLDER/rows.jsonl as it comes. README.md says what a benchmark consists of.
+With OUT=FOLDER, every row is also appended to FOLDER/rows.jsonl as it comes. README.md says what a benchmark consists
+of.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Table:
 
 
 def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) -> tuple[list[dict], dict[str, str]]:
-    """Measure cases of a benchmark, and print its rows as they come. Returns them, and the releases of the peers among them.
+    """Measure cases of a benchmark, and print its rows as they come. Returns them, and the releases of the peers among
+    them.
 
     Raises:
         TimeoutError: `time.monotonic()` was past `deadline` before a case.
@@ -93,11 +96,15 @@ def main() -> None:
         sys.exit(None if name in (None, "-h", "--help") else f"\nthere is no benchmark {name}")
     benchmark = import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.run {name}", description=benchmark.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks.run {name}",
+        description=benchmark.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="a part of cases' names; default: all cases")
     parser.add_argument("--list", action="store_true", help="list the cases")
-    parser.add_argument("--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src")
+    parser.add_argument(
+        "--base", metavar="REV", help="time ours beside another's: a git revision, or a folder that holds its src"
+    )
     args = results.parse(parser, sys.argv[2:])
     cases = [case for case in benchmark.CASES if not args.cases or any(word in case for word in args.cases)]
     if not cases:

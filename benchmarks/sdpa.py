@@ -1,9 +1,10 @@
 """One attention layer as a model calls it, K and V quantized within the call, beside BF16 attention and torchao's FP8.
 
-Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous. `fp8attn` has keys of the default format, `fp8attn-e4m3-keys` (or
-`-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. CUDA graphs are timed; from 64k tokens on calls from
-Python, since the host's time is then negligible (`overhead` has it). Times are medians of samples of several calls; `sqnr_db` is over
-sampled rows of the first and the last head, against float64 on the inputs before quantization.
+Batch 1, 32 heads of 128 (`gqa`: 8 KV heads), `[B, H, S, D]` contiguous. `fp8attn` has keys of the default format,
+`fp8attn-e4m3-keys` (or `-int8-keys`) of the other; `fp8attn-rope` is `fp8attn` with RoPE on queries and keys. CUDA
+graphs are timed; from 64k tokens on calls from Python, since the host's time is then negligible (`overhead` has it).
+Times are medians of samples of several calls; `sqnr_db` is over sampled rows of the first and the last head, against
+float64 on the inputs before quantization.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def calls(case: str, inputs: tuple[torch.Tensor, ...] = ()) -> dict[str, Callabl
     shape = CASES[case]
     q, k, v, cos, sin = inputs or (*make_inputs(shape), *tables(shape.keys[0]))
     options = {"is_causal": shape.causal, "enable_gqa": shape.kv_heads != HEADS}
-    found = {impl: partial(fp8attn.scaled_dot_product_attention, q, k, v, key_dtype=name, **options) for impl, name in KEYS.items()}
+    found = {
+        impl: partial(fp8attn.scaled_dot_product_attention, q, k, v, key_dtype=name, **options)
+        for impl, name in KEYS.items()
+    }
     rope = partial(fp8attn.rope_scaled_dot_product_attention, q, k, v, cos, sin, **options)
     return found | {"fp8attn-rope": rope}
 

@@ -1,15 +1,17 @@
 """Measures the whole set of results, in three calls of at most ten minutes each.
 
     python -m benchmarks.set 1             # kernels and calls, timed
-    python -m benchmarks.set 2             # two versions of Triton, and shapes of video models, timed; the accuracy of kernels
-    python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
+    python -m benchmarks.set 2             # two versions of Triton, and shapes of video models, timed; the accuracy of
+    kernels python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
     python -m benchmarks.set 1 --plan      # prints what a call measures, with the expected seconds
     python -m benchmarks.set 1 --only sdpa engine
 
-Every benchmark writes its file `results/<device>/NAME.json` when it has measured all its cases. One that fails, or for which no time is
-left, writes none: the file that was there stays, the end of the output says so, and the exit status is 1. With OUT set, the files that were
-written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark; `tar -xf set1.tar` in the repository puts them in place. On a
-machine with two GPUs, call 3 can run on the second one beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own).
+Every benchmark writes its file `results/<device>/NAME.json` when it has measured all its cases. One that fails, or for
+which no time is
+left, writes none: the file that was there stays, the end of the output says so, and the exit status is 1. With OUT set,
+the files that were written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark; `tar -xf set1.tar` in
+the repository puts them in place. On a machine with two GPUs, call 3 can run on the second one beside the others
+(`CUDA_VISIBLE_DEVICES=1`, and cores of its own).
 A call needs the commit: from git, or from FP8ATTN_COMMIT.
 """
 
@@ -55,7 +57,8 @@ class Entry(NamedTuple):
 COMPILING = {1: 90, 2: 30, 3: 0}  # expected seconds of `compile_ahead`
 SET = {
     1: (
-        Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40), Entry("overhead", 30),
+        Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40),
+        Entry("overhead", 30),
         Entry("accumulation", 5), Entry("first_token", 85),
     ),
     2: (Entry("triton", 130), Entry("video", 120), Entry("accuracy", 80, False)),
@@ -73,7 +76,10 @@ def plan(part: int, entries: list[Entry]) -> int:
     print(f"call {part}: {total} s of {LIMIT} s expected\n  {COMPILING[part]:4d} s  compiling")
     for entry in entries:
         cases = "" if entry.name == TESTS else f", {len(import_module(f'benchmarks.{entry.name}').CASES)} cases"
-        print(f"  {entry.seconds:4d} s  {entry.name}{cases}{'' if entry.timed else ', beside the others that are not timed'}")
+        print(
+            f"  {entry.seconds:4d} s  "
+            f"{entry.name}{cases}{'' if entry.timed else ', beside the others that are not timed'}"
+        )
     return total
 
 
@@ -135,7 +141,9 @@ class Call:
             return lambda: None
         path = os.pathsep.join(filter(None, (os.environ.get("FP8ATTN_TRITON"), os.environ.get("PYTHONPATH"))))
         self.worker.end()  # which holds memory of the GPU
-        process = subprocess.Popen(TEST_COMMAND, cwd=results.ROOT, env=os.environ | {"PYTHONPATH": path}, start_new_session=True)
+        process = subprocess.Popen(
+            TEST_COMMAND, cwd=results.ROOT, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
+        )
 
         def wait() -> None:
             try:
@@ -153,7 +161,10 @@ class Call:
 
     def end(self) -> None:
         self.worker.end()
-        print(f"\ncall {self.part}: wrote {', '.join(path.stem for path in self.written) or 'nothing'}; {self.left:.0f} s are left")
+        print(
+            f"\ncall {self.part}: wrote {', '.join(path.stem for path in self.written) or 'nothing'}; {self.left:.0f} "
+            f"s are left"
+        )
         for name, reason in self.missing.items():
             print(f"NOT MEASURED: {name}: {reason}")
         sys.exit(bool(self.missing))

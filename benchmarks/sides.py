@@ -1,10 +1,12 @@
-"""Two sides of a comparison: revisions of our code, or versions of Triton, each in a process of its own on the same GPU.
+"""Two sides of a comparison: revisions of our code, or versions of Triton, each in a process of its own on the same
+GPU.
 
-    python -m benchmarks.run prefill D128-causal-S16384 --base main    # prints how a revision compares with this one; keeps nothing
+    python -m benchmarks.run prefill D128-causal-S16384 --base main    # prints how a revision compares with this one;
+    keeps nothing
 
-Each side has these benchmarks and the same data. The sides alternate: in a turn, every implementation runs several times as a CUDA graph,
-with the L2 cache flushed before each run. A ratio is the median over the turns; its interval contains the true median with a probability
-of 95%.
+Each side has these benchmarks and the same data. The sides alternate: in a turn, every implementation runs several
+times as a CUDA graph, with the L2 cache flushed before each run. A ratio is the median over the turns; its interval
+contains the true median with a probability of 95%.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def print_case(name: str, case: str, sides: dict[str, Beside], base: str) -> Non
 
 
 def median_and_interval(values: list[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics between which the true one is with a probability of at least 95% (six values or more)."""
+    """The median, and the order statistics between which the true one is with a probability of at least 95% (six values
+    or more).
+    """
     ordered, count = sorted(values), len(values)
     rank = max(1, int((count - 1.96 * count**0.5) / 2))
     return statistics.median(ordered), ordered[rank - 1], ordered[count - rank]
@@ -144,8 +148,11 @@ _prepared: dict[str, Any] = {}  # of the case that is prepared
 
 
 def serve(request: str, *arguments: Any) -> Any:
-    """Answer a request: `ready`; `versions` of Triton and ptxas; `ahead` (compile cases, by benchmark); `prepare` (a benchmark, a case,
-    and implementations: default all of ours; the outputs, or why it cannot be prepared); `turn` (milliseconds of what is prepared)."""
+    """Answer a request: `ready`; `versions` of Triton and ptxas; `ahead` (compile cases, by benchmark); `prepare` (a
+    benchmark, a case,
+    and implementations: default all of ours; the outputs, or why it cannot be prepared); `turn` (milliseconds of what
+    is prepared).
+    """
     import torch
 
     if request == "versions":
@@ -180,7 +187,11 @@ def _prepare(name: str, case: str, impls: tuple[str, ...] = ()) -> Outputs:
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     with torch.inference_mode():
-        calls = {impl: call for impl, call in benchmark.calls(case).items() if impl in impls or (not impls and impl.startswith("fp8attn"))}
+        calls = {
+            impl: call
+            for impl, call in benchmark.calls(case).items()
+            if impl in impls or (not impls and impl.startswith("fp8attn"))
+        }
         with measure.poisoned():
             outs = {impl: sampled(call()) for impl, call in calls.items()}
         replays = {impl: measure.graph_of(call)[0] for impl, call in calls.items()}
@@ -192,7 +203,9 @@ def _prepare(name: str, case: str, impls: tuple[str, ...] = ()) -> Outputs:
 
 
 def sampled(out: Any) -> list[float] | None:
-    """Evenly spaced elements of a tensor, or of the pages of a cache; None of anything else. A NaN raises AssertionError."""
+    """Evenly spaced elements of a tensor, or of the pages of a cache; None of anything else. A NaN raises
+    AssertionError.
+    """
     flat = getattr(out, "pool", out)
     if not hasattr(flat, "flatten"):
         return None

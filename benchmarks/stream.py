@@ -1,4 +1,6 @@
-"""The decode kernel without arithmetic: its producer, and a consumer that only releases what it gets. What is possible at all."""
+"""The decode kernel without arithmetic: its producer, and a consumer that only releases what it gets. What is possible
+at all.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
             OPTIONS: gl.constexpr):  # fmt: skip
     worker = gl.program_id(0)
     batch = DecodeBatch(
-        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False, False,
+        lengths_ptr, lengths_ptr, lengths_ptr, num_seqs, heads, max_q, max_q, worker * 0, OPTIONS.group, False, False,
+        False,
         OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
     source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.layout)
@@ -60,12 +63,15 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 
 def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     group, device = shape.q_heads // shape.kv_heads, pages.device
-    plan = decode.DecodeShape(head_dim=shape.dim, group=group, max_rows=group, num_seqs=len(shape.keys), chip=chip(device))
+    plan = decode.DecodeShape(
+        head_dim=shape.dim, group=group, max_rows=group, num_seqs=len(shape.keys), chip=chip(device)
+    )
     k, v = views(pages.pool.shape, shape.dim, pages.format.k.dtype, plan.width, plan.width, PAGE_SIZE)
     workers = plan.workers(num_sms(device), shape.kv_heads * len(shape.keys))
     given = make_constants("stream", device, **plan.constants())
     args = (
-        Tiles(pages.pool, k), Tiles(pages.pool, v), pages.pool, pages.page_table, pages.page_table.stride(0), pages.cache_seqlens,
+        Tiles(pages.pool, k), Tiles(pages.pool, v), pages.pool, pages.page_table, pages.page_table.stride(0),
+        pages.cache_seqlens,
         len(shape.keys), shape.kv_heads, 1, workers,
     )  # fmt: skip
     return lambda: launch(_stream, (workers,), args, given)

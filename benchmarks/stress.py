@@ -1,17 +1,19 @@
-"""Rewrites a model so that its keys and values are harder to quantize, and its answers in exact arithmetic are the same.
+"""Rewrites a model so that its keys and values are harder to quantize, and its answers in exact arithmetic are the
+same.
 
 Two rewritings of a Llama-like layer are exact for any input:
 
-- An offset `c` is added to V of every token. The weights of attention sum to one, so the offset is undone after attention: v_proj's bias
-  gains `c`, and o_proj's bias loses `W_o c`.
-- Channels are multiplied by `s`, and by `1 / s` where they are read: in W_q for channels of K (two channels that RoPE rotates into each
-  other have the same `s`), in W_o for channels of V. `s` is a power of two, so this is exact in every floating-point format.
+- An offset `c` is added to V of every token. The weights of attention sum to one, so the offset is undone after
+  attention: v_proj's bias gains `c`, and o_proj's bias loses `W_o c`.
+- Channels are multiplied by `s`, and by `1 / s` where they are read: in W_q for channels of K (two channels that RoPE
+  rotates into each other have the same `s`), in W_o for channels of V. `s` is a power of two, so this is exact in every
+  floating-point format.
 
-K gets no offset. An offset after RoPE would cancel in the softmax, but a bias of k_proj is before RoPE, which rotates it with every token.
-So K gets outlier channels only.
+K gets no offset. An offset after RoPE would cancel in the softmax, but a bias of k_proj is before RoPE, which rotates
+it with every token. So K gets outlier channels only.
 
-In 16 bits, an offset of many deviations costs V some bits when it is rounded. Therefore the 16-bit cache is measured on the rewritten
-model, too.
+In 16 bits, an offset of many deviations costs V some bits when it is rounded. Therefore the 16-bit cache is measured on
+the rewritten model, too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
     """Rewrite every attention layer of a Llama-like model (Llama, Mistral, Qwen2, ...) in place.
 
     Args:
-        model: a transformers causal language model whose layers have `input_layernorm` and `self_attn` with q_proj, k_proj, v_proj, o_proj.
+        model: a transformers causal language model whose layers have `input_layernorm` and `self_attn` with q_proj,
+            k_proj, v_proj, o_proj.
         strength: one of `STRENGTHS`, or your own.
         seed: of the offsets' signs and the choice of channels.
     Raises:
@@ -60,17 +63,19 @@ def plant(model: Any, strength: Strength, *, seed: int = 0) -> None:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj")
         if not all(isinstance(getattr(layer.self_attn, name, None), torch.nn.Linear) for name in wanted):
             raise UsageError(
-                f"a stress needs a Llama-like model, with {', '.join(wanted)}, and {config.model_type!r} is another; leave the stress out"
+                f"a stress needs a Llama-like model, with {', '.join(wanted)}, and {config.model_type!r} is another; "
+                f"leave the stress out"
             )
         if any(hasattr(layer.self_attn, name) for name in ("q_norm", "k_norm", "sinks")):
             raise UsageError(
-                f"a stress would change what {config.model_type!r} computes, because it has norms after its projections, or sinks; leave "
-                "the stress out"
+                f"a stress would change what {config.model_type!r} computes, because it has norms after its "
+                f"projections, or sinks; leave the stress out"
             )
     partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1
     if not layers or partial != 1:
         raise UsageError(
-            f"a stress needs a Llama-like model with RoPE in all channels, and {config.model_type!r} is another; leave the stress out"
+            f"a stress needs a Llama-like model with RoPE in all channels, and {config.model_type!r} is another; leave "
+            f"the stress out"
         )
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:

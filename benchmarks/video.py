@@ -1,17 +1,20 @@
 """Full attention at the shapes of video models: the noise that 8 bits leave in the output, and the time.
 
-A case is a layer's self-attention, head_dim 128, BF16, without text tokens, and with some of the heads, so that no call takes long. Tokens
-are latent frames x height x width, in patches: Wan 2.1 and 2.2 14B 21 x 45 x 80 (81 frames of 720p) and 21 x 30 x 52 (480p), 20 of 40
-heads; HunyuanVideo 33 x 45 x 80 (129 frames of 720p), 12 of 24 heads; MiniMax H3 91 x 34 x 60 (362 frames of 1920 x 1088), 4 of 56 heads.
-H3 has V in a view of all heads' Q, K and V: its rows are 21,504 elements apart, and from token 99,865 on they are past 2^31.
+A case is a layer's self-attention, head_dim 128, BF16, without text tokens, and with some of the heads, so that no call
+takes long. Tokens
+are latent frames x height x width, in patches: Wan 2.1 and 2.2 14B 21 x 45 x 80 (81 frames of 720p) and 21 x 30 x 52
+(480p), 20 of 40 heads; HunyuanVideo 33 x 45 x 80 (129 frames of 720p), 12 of 24 heads; MiniMax H3 91 x 34 x 60 (362
+frames of 1920 x 1088), 4 of 56 heads.
+H3 has V in a view of all heads' Q, K and V: its rows are 21,504 elements apart, and from token 99,865 on they are past
+2^31.
 
-`noise` is what a model gets: the relative error of sampled queries' output against float64 on the BF16 inputs. `rel_err` is against float64
-on the bytes that the kernel was given, as in `prefill`. `_mean1`: V has a mean of 1. Scores are normal with a deviation of 1, so that the
-weights are as flat as if a third of all keys had equal ones.
+`noise` is what a model gets: the relative error of sampled queries' output against float64 on the BF16 inputs.
+`rel_err` is against float64 on the bytes that the kernel was given, as in `prefill`. `_mean1`: V has a mean of 1.
+Scores are normal with a deviation of 1, so that the weights are as flat as if a third of all keys had equal ones.
 
-`fp8attn-call`, `comfy-call`, `torchao` and those in BF16 are whole calls, BF16 in and out. The others are kernels alone: K and V, and Q
-where it is 8-bit, are quantized before. `fp8attn`, `fp8attn-e4m3-keys` (or `-int8-keys`), `fp8attn-exact` and `fp8attn-q8` are those of
-`prefill`.
+`fp8attn-call`, `comfy-call`, `torchao` and those in BF16 are whole calls, BF16 in and out. The others are kernels
+alone: K and V, and Q where it is 8-bit, are quantized before. `fp8attn`, `fp8attn-e4m3-keys` (or `-int8-keys`),
+`fp8attn-exact` and `fp8attn-q8` are those of `prefill`.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ def runs_of_calls(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     given = dense.batched(shape, q, k, v)
     attend = partial(fp8attn.scaled_dot_product_attention, *given)
     return {
-        impl.replace("fp8attn", "fp8attn-call"): Run(lambda keys=keys: dense.rows(attend(key_dtype=keys)), q, shape.split(k, v))
+        impl.replace("fp8attn", "fp8attn-call"): Run(
+            lambda keys=keys: dense.rows(attend(key_dtype=keys)), q, shape.split(k, v)
+        )
         for impl, keys in KEYS.items()
     }
 

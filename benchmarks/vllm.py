@@ -1,16 +1,21 @@
-"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models' shapes.
+"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models'
+shapes.
 
-It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. Weights are random, and
-equal for all caches. The engines of a group, each in a process of its own, start side by side and stay until a case of another group
-comes; their logs are in $OUT, or in the folder for temporary files. They measure in turns, prompt by prompt, and some steps each.
-Groups are the three shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and head.
+It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. Weights
+are random, and equal for all caches. The engines of a group, each in a process of its own, start side by side and stay
+until a case of another group comes; their logs are in $OUT, or in the folder for temporary files. They measure in
+turns, prompt by prompt, and some steps each.
+Groups are the three shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and
+head.
 
-- `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are from those of BF16.
+- `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are
+  from those of BF16.
 - `GROUP-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
 - `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
 
-Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels (`kernels_ms`), of those of
-attention (`attention_ms`), and from the beginning of the first to the end of the last (`span_ms`).
+Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels
+(`kernels_ms`), of those of attention (`attention_ms`), and from the beginning of the first to the end of the last
+(`span_ms`).
 
 TINY=1 measures tiny layers, also on a CPU: whether all of it runs. `llama_per_token` needs a GPU with 120 GiB.
 """
@@ -71,7 +76,10 @@ def _cases() -> Iterator[str]:
     for name, group in GROUPS.items():
         yield f"{name}-check"
         yield from (f"{name}-prefill-S{length}" for length in (*PROMPTS, *([group.long] if group.long else [])))
-        yield from (f"{name}-decode-B{batch}-S{length}" for batch, length in (*group.steps, *([(1, group.long)] if group.long else [])))
+        yield from (
+            f"{name}-decode-B{batch}-S{length}"
+            for batch, length in (*group.steps, *([(1, group.long)] if group.long else []))
+        )
 
 
 CASES = tuple(_cases())
@@ -80,7 +88,9 @@ CASES = tuple(_cases())
 def measure(case: str) -> Iterator[dict]:
     name, kind, *sizes = case.split("-")
     numbers = [int(size[1:]) for size in sizes]
-    if (GROUPS[name].impls is PER_TOKEN or (GROUPS[name].long and math.prod(numbers) > MOST_TOKENS)) and not _is_large():
+    if (
+        GROUPS[name].impls is PER_TOKEN or (GROUPS[name].long and math.prod(numbers) > MOST_TOKENS)
+    ) and not _is_large():
         left_out(case, f"it needs a GPU with {LARGE_GIB} GiB")
         return
     engines = Engines.of(name)
@@ -90,7 +100,13 @@ def measure(case: str) -> Iterator[dict]:
     times = engines.prompts(*numbers) if kind == "prefill" else engines.steps(*numbers)
     for impl, milliseconds in times.items():
         ms = round(statistics.median(milliseconds), 4)
-        yield {"case": case, "impl": impl, "ms": ms, "all_ms": [round(one, 3) for one in milliseconds], **engines.profiles[impl]}
+        yield {
+            "case": case,
+            "impl": impl,
+            "ms": ms,
+            "all_ms": [round(one, 3) for one in milliseconds],
+            **engines.profiles[impl],
+        }
 
 
 def releases() -> dict[str, str]:
@@ -120,7 +136,9 @@ class Engines:
 
     def __init__(self, name: str) -> None:
         self.name, self.group, self.profiles = name, GROUPS[name], {}
-        self.folder = tempfile.TemporaryDirectory()  # where vLLM finds the plugin of this checkout, and keeps what it compiles
+        self.folder = (
+            tempfile.TemporaryDirectory()
+        )  # where vLLM finds the plugin of this checkout, and keeps what it compiles
         info = Path(self.folder.name) / "fp8attn-0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fp8attn\nVersion: 0\n")
@@ -177,7 +195,10 @@ class Engines:
         """
         answer = self.processes[impl](request, *arguments)
         if answer is None:
-            raise RuntimeError(f"{self.name} {impl} gave no answer to {request} within {SECONDS} s, or ended: {self.log(impl)} says why")
+            raise RuntimeError(
+                f"{self.name} {impl} gave no answer to {request} within {SECONDS} s, or ended: {self.log(impl)} says "
+                f"why"
+            )
         return answer
 
     def _checked(self) -> Iterator[dict]:

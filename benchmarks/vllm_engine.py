@@ -19,18 +19,25 @@ from typing import Any
 from .vllm_models import MODELS, SMALL, TINY, VOCABULARY, prepare
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1",
 }  # fmt: skip
 OPTIONS = {
-    "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"}, "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
+    "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"},
+    "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
     **{f"vllm-{kind}-per-token-head": {"kv_cache_dtype": f"{kind}_per_token_head"} for kind in ("int8", "fp8", "int4")},
 }  # fmt: skip
-LONGEST = 768 if TINY else 36864  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
+LONGEST = (
+    768 if TINY else 36864
+)  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
 OUR_KERNELS = r"_?(decode|prefill|combine|page|step|rows|scales|statistics|portable)_kernel\b"
-ATTENTION = OUR_KERNELS + r"|.*(flash|fmha|reshape_(and_)?cache|varlen_num_blocks|unified_attention|reduce_segments|_attn_packed|hadamard)"
+ATTENTION = (
+    OUR_KERNELS
+    + r"|.*(flash|fmha|reshape_(and_)?cache|varlen_num_blocks|unified_attention|reduce_segments|_attn_packed|hadamard)"
+)
 
 _llm: Any = None  # of this process
 
@@ -73,14 +80,21 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
     if on_gpu:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
-        get_ptxas_version(90)  # kept for the keys of all kernels: torch.compile sets another ptxas, and `compile_kernels` has this one
+        get_ptxas_version(
+            90
+        )  # kept for the keys of all kernels: torch.compile sets another ptxas, and `compile_kernels` has this one
     else:
-        options = {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in options else {}  # the plugin replaces the CPU's backend
+        options = (
+            {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in options else {}
+        )  # the plugin replaces the CPU's backend
     _llm = LLM(
-        str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16, max_num_batched_tokens=CHUNK,
+        str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16,
+        max_num_batched_tokens=CHUNK,
         max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=False, enforce_eager=not on_gpu,
-        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {}, mamba_ssm_cache_dtype="float32",
-        additional_config={"gdn_prefill_backend": "triton"}, **options,  # not FlashInfer's kernel, which the machine may lack
+        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {},
+        mamba_ssm_cache_dtype="float32",
+        additional_config={"gdn_prefill_backend": "triton"}, **options,
+         # not FlashInfer's kernel, which the machine may lack
     )  # fmt: skip
     gc.collect()
     gc.freeze()  # what the engine has made is not searched while something is timed
@@ -88,7 +102,9 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
 
 
 def compile_kernels(model: str) -> int:
-    """Compile our kernels of a model, beside the start of the engines, which wait for this lock. Returns their number."""
+    """Compile our kernels of a model, beside the start of the engines, which wait for this lock.
+    Returns their number.
+    """
     import torch
     import triton
     from filelock import FileLock
@@ -101,7 +117,8 @@ def compile_kernels(model: str) -> int:
     with FileLock(folder / "fp8attn.lock"):
         return len(
             warmup(
-                num_q_heads=shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"], head_dim=shape["head_dim"],
+                num_q_heads=shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"],
+                head_dim=shape["head_dim"],
                 dtype=torch.bfloat16, attention=("window",) if "sliding_window" in shape else (), advance=False,
             )
         )  # fmt: skip
@@ -179,7 +196,11 @@ def profile(request: str, *arguments: Any) -> dict[str, float]:
         answer = serve(request, *arguments)
         torch.cuda.synchronize()
     calls = len(answer) + 1 if isinstance(answer, list) else 1
-    events = [event for event in found.events() if not event.name.startswith(("Memcpy", "Memset", "gpu_")) and event.device_time > 0]
+    events = [
+        event
+        for event in found.events()
+        if not event.name.startswith(("Memcpy", "Memset", "gpu_")) and event.device_time > 0
+    ]
     kernels = {}
     for event in events:
         kernels[event.name] = kernels.get(event.name, 0) + event.device_time / 1e3 / calls
@@ -194,5 +215,6 @@ def profile(request: str, *arguments: Any) -> dict[str, float]:
 
 
 ANSWERS = {
-    "start": start, "check": check, "prompt": timed_prompt, "begin": begin, "steps": timed_steps, "finish": finish, "profile": profile
+    "start": start, "check": check, "prompt": timed_prompt, "begin": begin, "steps": timed_steps, "finish": finish,
+    "profile": profile
 }  # fmt: skip

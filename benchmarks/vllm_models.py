@@ -9,18 +9,22 @@ from pathlib import Path
 TINY = os.environ.get("TINY") == "1"
 VOCABULARY = 512 if TINY else 65536
 SHAPE = {
-    "vocab_size": VOCABULARY, "head_dim": 256, "num_attention_heads": 16, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": VOCABULARY, "head_dim": 256, "num_attention_heads": 16, "rms_norm_eps": 1e-6, "bos_token_id": 0,
+    "eos_token_id": 1,
     "max_position_embeddings": 65536, "dtype": "bfloat16", "attention_bias": False,
 }  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
     "llama": SHAPE | {  # Llama-3.1-8B's, but for the vocabulary
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "head_dim": 128,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "head_dim": 128,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "max_position_embeddings": 1 << 18, "rope_parameters": ROPE,
     },
     "gemma3": SHAPE | {  # half of Gemma-3-12B's layers: of 6, one is full and 5 have a window
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840, "intermediate_size": 15360,
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 3840,
+        "intermediate_size": 15360,
         "num_hidden_layers": 24, "num_key_value_heads": 8, "sliding_window": 1024, "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh", "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 1e4}},
@@ -28,14 +32,20 @@ MODELS = {
     "qwen3.5": SHAPE | {  # half of Qwen3.5-9B's layers: of 4, one is full attention and 3 are gated delta nets
         "architectures": ["Qwen35Text"], "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
         "num_hidden_layers": 16, "num_key_value_heads": 4, "hidden_act": "silu", "tie_word_embeddings": False,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4,
         "rope_parameters": ROPE | {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
 }  # fmt: skip
-NAMES = {"llama": "Llama-3.1-8B", "gemma3": "Gemma 3 12B, half of its layers", "qwen3.5": "Qwen3.5 9B, half of its layers"}
+NAMES = {
+    "llama": "Llama-3.1-8B",
+    "gemma3": "Gemma 3 12B, half of its layers",
+    "qwen3.5": "Qwen3.5 9B, half of its layers",
+}
 SMALL = {
-    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2,
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "num_hidden_layers": 6,
 }  # fmt: skip
 
@@ -48,7 +58,9 @@ def fill(model):
         for name, weight in module.named_parameters(recurse=False):
             if name in ("A_log", "dt_bias"):
                 weight.data.zero_()
-            elif weight.dim() == 1:  # norms, of some of which it is 1 + weight; the last one makes logits of a deviation of 4
+            elif (
+                weight.dim() == 1
+            ):  # norms, of some of which it is 1 + weight; the last one makes logits of a deviation of 4
                 plain = "Gated" in type(module).__name__ or type(module).__name__ == "RMSNorm"
                 weight.data.fill_(plain + 3 * path.endswith("model.norm"))
             elif weight.numel() > 1:
@@ -57,8 +69,8 @@ def fill(model):
 
 
 def prepare(model, impl):
-    """Give models weights that make answers, and Qwen3.5 what vLLM 0.26 lacks: a class without pictures, and states as large as blocks of
-    pages."""
+    """Give models weights that make answers, and Qwen3.5 what vLLM 0.26 lacks: a class without pictures, and states as
+    large as blocks of pages."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
@@ -90,7 +102,9 @@ def prepare(model, impl):
 
 
 def few_configs():
-    """Of the 100 kernels that delta nets compile to choose from, the 23 with 4 warps and 2 or 3 stages: all would take a minute or two."""
+    """Of the 100 kernels that delta nets compile to choose from, the 23 with 4 warps and 2 or 3 stages: all would take
+    a minute or two.
+    """
     from triton.runtime.autotuner import Autotuner
 
     for module_name, module in list(sys.modules.items()):
@@ -104,7 +118,9 @@ def few_configs():
 
 
 def with_states():
-    """The plugin refuses vLLM before 0.28, where a state is as large as a block of vLLM's FP8. Here it is as large as a block of ours."""
+    """The plugin refuses vLLM before 0.28, where a state is as large as a block of vLLM's FP8. Here it is as large as a
+    block of ours.
+    """
     from vllm.platforms import current_platform
 
     from fp8attn.formats.spec import PageSpec

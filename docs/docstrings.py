@@ -1,4 +1,6 @@
-"""Docstrings as mkdocstrings reads them: with an empty line before each section, which the style of this repository leaves out."""
+"""Docstrings as mkdocstrings reads them: with an empty line before each section, which the style of this repository
+leaves out.
+"""
 
 import re
 

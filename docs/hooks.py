@@ -1,7 +1,8 @@
-"""Hooks of mkdocs: pages from files outside docs/, links that hold both in a checkout and on the site, and the list of public names.
+"""Hooks of mkdocs: pages from files outside docs/, links that hold both in a checkout and on the site, and the list of
+public names.
 
-Links in the repository's Markdown are relative to the file that they are in. On the site they must name pages. A link to a file that is
-no page (source code) becomes its text.
+Links in the repository's Markdown are relative to the file that they are in. On the site they must name pages. A link
+to a file that is no page (source code) becomes its text.
 """
 
 import ast
@@ -24,7 +25,10 @@ PAGES = {  # by path in the repository, the page's path on the site
     "tests/emulator/README.md": "emulator.md",
     "training/README.md": "training.md",
     "models/stdlib-llama/README.md": "model.md",
-    **{f"docs/{path.relative_to(ROOT / 'docs')}": str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")},
+    **{
+        f"docs/{path.relative_to(ROOT / 'docs')}": str(path.relative_to(ROOT / "docs"))
+        for path in (ROOT / "docs").rglob("*.md")
+    },
     **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in (ROOT / "examples").glob("*.py")},
 }
 SOURCES = {page: source for source, page in PAGES.items()}
@@ -60,7 +64,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         ((title, page),) = entry.items()
         if page.endswith("/"):
             found = (source for source in SOURCES if source.startswith(page))
-            entry[title] = sorted(found, key=lambda source: (not source.endswith("/index.md"), source))  # what a folder has, first
+            entry[title] = sorted(
+                found, key=lambda source: (not source.endswith("/index.md"), source)
+            )  # what a folder has, first
     return config
 
 
@@ -68,7 +74,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         if not source.startswith("docs/"):
             path = ROOT / source
-            files.append(File.generated(config, page, content=example(path) if path.suffix == ".py" else path.read_text()))
+            files.append(
+                File.generated(config, page, content=example(path) if path.suffix == ".py" else path.read_text())
+            )
     for picture in PICTURES:
         files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
     return files

@@ -1,8 +1,8 @@
 """The results of this repository: files, tables and pictures.
 
-A **row** is one measurement of one implementation in one case: `{"case", "impl", ...}`. A file `results/<device>/NAME.json` has the rows
-that one command measured, and says on top which device, commit, torch and Triton they are of (`results`). Only rows that were timed
-together are divided by each other (`rows`).
+A **row** is one measurement of one implementation in one case: `{"case", "impl", ...}`. A file
+`results/<device>/NAME.json` has the rows that one command measured, and says on top which device, commit, torch and
+Triton they are of (`results`). Only rows that were timed together are divided by each other (`rows`).
 
 | command | does |
 |---|---|

@@ -41,7 +41,9 @@ def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
     if labels:
         rows = -(-sum(len(label) + 8 for label in labels) // 150)
         columns = -(-len(labels) // rows)
-        figure.legend(handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3)
+        figure.legend(
+            handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3
+        )
     figure.savefig(path_of(name).with_suffix(".png"), dpi=130)
     plt.close(figure)
 
@@ -54,8 +56,14 @@ def plot_vllm() -> None:
     steps = {"16 x 2k": "B16-S2048", "8 x 8k": "B8-S8192", "4 x 32k": "B4-S32768", "1 x 128k": "B1-S131072"}
     prompts = {"8k": "S8192", "32k": "S32768", "128k": "S131072"}
     panels = {
-        "Tokens per second of each user\n(users x tokens of context)": ({name: f"decode-{case}" for name, case in steps.items()}, "{:.0f}"),
-        "Seconds to the first token\n(tokens of the prompt)": ({name: f"prefill-{case}" for name, case in prompts.items()}, "{:.2f}"),
+        "Tokens per second of each user\n(users x tokens of context)": (
+            {name: f"decode-{case}" for name, case in steps.items()},
+            "{:.0f}",
+        ),
+        "Seconds to the first token\n(tokens of the prompt)": (
+            {name: f"prefill-{case}" for name, case in prompts.items()},
+            "{:.2f}",
+        ),
     }
     figure, grid = plt.subplots(1, 2, figsize=(11, 3.7), width_ratios=[4, 3])
     for axes, (title, (cases, form)) in zip(grid, panels.items(), strict=True):
@@ -83,7 +91,9 @@ def plot_decode() -> None:
         axes.bar(at, heights, width * 0.94, label=impl, color=COLORS[impl])
         if i == 0:
             for x, height in zip(at, heights, strict=True):
-                axes.text(x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white")
+                axes.text(
+                    x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white"
+                )
     axes.set_xticks(range(len(DECODE)), [case.replace("-S", "\nS") for case in DECODE], fontsize=8)
     axes.set_ylabel("GB/s of live K and V")
     finish("decode", figure, axes, f"Decode on an {device} (32 query heads, 8 KV heads of 128): the cache read once")
@@ -97,11 +107,23 @@ def plot_real_model() -> None:
         impl = f"{name}-{'decode' if name == 'transformers-fp8' else 'prefill'}"
         found = [rows[case, impl] for case in cases]
         at = [x + 0.16 * (i - (len(STORED) - 1) / 2) for x in range(len(cases))]
-        axes.bar(at, [row["d_ppl_pct"] for row in found], 0.15, yerr=[row["d_ppl_se"] for row in found], label=stored, capsize=2)
+        axes.bar(
+            at,
+            [row["d_ppl_pct"] for row in found],
+            0.15,
+            yerr=[row["d_ppl_se"] for row in found],
+            label=stored,
+            capsize=2,
+        )
     axes.set_xticks(range(len(cases)), [TEXTS[case] for case in cases])
     axes.set_ylabel("perplexity over BF16's, %")
     axes.grid(alpha=0.25, axis="y")
-    finish("real_model", figure, axes, f"SmolLM2-135M-Instruct on an {device}: what storing keys and values in 8 bits costs")
+    finish(
+        "real_model",
+        figure,
+        axes,
+        f"SmolLM2-135M-Instruct on an {device}: what storing keys and values in 8 bits costs",
+    )
 
 
 def plot_accuracy() -> None:
@@ -127,7 +149,9 @@ def plot_accuracy() -> None:
 
 
 def plot_needle() -> None:
-    """Right answers by depth: a panel a system, a column a length of the prompt or a strength of stress at the longest."""
+    """Right answers by depth: a panel a system, a column a length of the prompt or a strength of stress at
+    the longest.
+    """
     (device, rows) = latest("needle")
     columns = {f"{n // 1024}k": case for n, case in lengths(rows, r"niah_multikey_2-S(\d+)").items()}
     columns |= {f"128k, {name}": case for name, case in STRESS.items() if name != "as trained"}
@@ -138,7 +162,9 @@ def plot_needle() -> None:
         for i, case in enumerate(columns.values()):
             for depth, (score, _) in rows.get((case, impl), {}).get("depths", {}).items():
                 cells[int(10 * float(depth)), i] = 100 * score
-        image = axes.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=(-0.5, len(columns) - 0.5, 100, 0))
+        image = axes.imshow(
+            cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=(-0.5, len(columns) - 0.5, 100, 0)
+        )
         axes.set_title(SYSTEMS[impl].replace(", ", "\n"), fontsize=9)
         axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
     grid[0].set_ylabel("depth of the needle, %")
@@ -147,7 +173,13 @@ def plot_needle() -> None:
     finish("needle", figure, grid[0], title)
 
 
-PLOTS = {"vllm": plot_vllm, "needle": plot_needle, "decode": plot_decode, "accuracy": plot_accuracy, "real_model": plot_real_model}
+PLOTS = {
+    "vllm": plot_vllm,
+    "needle": plot_needle,
+    "decode": plot_decode,
+    "accuracy": plot_accuracy,
+    "real_model": plot_real_model,
+}
 
 
 def main() -> None:

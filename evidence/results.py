@@ -1,11 +1,13 @@
-"""Results files, `results/<device>/<name>.json`: the rows of one command, and above them where and when they were measured.
+"""Results files, `results/<device>/<name>.json`: the rows of one command, and above them where and when they were
+measured.
 
     {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0",
      "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set 1",
      "rows": [{"case", "impl", ...}]}
 
-One command writes a file whole. Cases may be added later on the same device, with the same torch and Triton; those that are there are never
-measured again. `mixed` then names the cases or implementations of each other commit. `note` says what else a reader should know.
+One command writes a file whole. Cases may be added later on the same device, with the same torch and Triton; those that
+are there are never measured again. `mixed` then names the cases or implementations of each other commit. `note` says
+what else a reader should know.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ HEADER = ("device", "commit", "mixed", "date", "torch", "triton", "peers", "comm
 
 def parse(parser: argparse.ArgumentParser, arguments: Iterable[str] | None = None) -> argparse.Namespace:
     """Parse arguments, `--save` among them, which needs the commit."""
-    parser.add_argument("--save", action="store_true", help="write the rows to results/<this device>/, in place of the file that is there")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write the rows to results/<this device>/, in place of the file that is there",
+    )
     args = parser.parse_args(None if arguments is None else list(arguments))
     if args.save:
         require_commit()
@@ -59,7 +65,8 @@ def save(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, fo
 
 
 def add(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, folder: Path | None = None) -> Path:
-    """Add rows of whole cases, which this process measured, to a results file. Without a file it is `save`, whose arguments it takes.
+    """Add rows of whole cases, which this process measured, to a results file. Without a file it is `save`, whose
+    arguments it takes.
 
     Raises:
         ValueError: the file has one of the cases, or rows of another device, torch or Triton.
@@ -102,12 +109,20 @@ def joined(held: Mapping, head: Mapping, names: Iterable[str]) -> dict:
     """
     for key in ("device", "torch", "triton"):
         if held.get(key) != head.get(key):
-            raise ValueError(f"the rows of the file have {key} {held.get(key)}, and the new ones {head.get(key)}: measure the file whole")
+            raise ValueError(
+                f"the rows of the file have {key} {held.get(key)}, and the new ones {head.get(key)}: measure the file "
+                f"whole"
+            )
     mixed = {commit: list(old) for commit, old in held.get("mixed", {}).items()}
     if head["commit"] != held["commit"]:
         mixed[head["commit"]] = sorted({*mixed.get(head["commit"], ()), *names})
     commands = "; ".join(dict.fromkeys([*held["command"].split("; "), head["command"]]))
-    return {**held, "mixed": mixed, "peers": {**held.get("peers", {}), **(head.get("peers") or {})}, "command": commands}
+    return {
+        **held,
+        "mixed": mixed,
+        "peers": {**held.get("peers", {}), **(head.get("peers") or {})},
+        "command": commands,
+    }
 
 
 def write(path: Path, head: Mapping, rows: Iterable[dict]) -> None:
@@ -141,11 +156,14 @@ def slug(device: str) -> str:
 
 @cache
 def commit() -> str | None:
-    """The commit that is measured, with a `+` if files of it are changed: from FP8ATTN_COMMIT, or from git. None if neither tells it."""
+    """The commit that is measured, with a `+` if files of it are changed: from FP8ATTN_COMMIT, or from git. None if
+    neither tells it.
+    """
     if named := os.environ.get("FP8ATTN_COMMIT"):
         return named
     try:
-        run = lambda *command: subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout  # noqa: E731
+        kept = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+        run = lambda *command: subprocess.run(["git", *command], **kept).stdout  # noqa: E731
         changed = run("status", "--porcelain", "--untracked-files=no", "src", "benchmarks", "tests", "models")
         return run("rev-parse", "--short", "HEAD").strip() + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):

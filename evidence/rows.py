@@ -26,9 +26,15 @@ def path_of(name: str) -> Path | None:
 
 
 def latest(name: str) -> tuple[str, Rows]:
-    """The title (`H200`, `CPU`) of the device of `path_of`, and its rows by case and implementation. No rows if it was not measured."""
+    """The title (`H200`, `CPU`) of the device of `path_of`, and its rows by case and implementation. No rows if it was
+    not measured.
+    """
     path = path_of(name)
-    return ("", {}) if path is None else (path.parent.name.upper(), {(row["case"], row["impl"]): row for row in _read(path)["rows"]})
+    return (
+        ("", {})
+        if path is None
+        else (path.parent.name.upper(), {(row["case"], row["impl"]): row for row in _read(path)["rows"]})
+    )
 
 
 def header(name: str) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """One long prompt, several continuations: the prompt is computed once, and its 8-bit pages are reused.
 
-With the small model of this repository (on a GPU or a CPU), and with a model and a prompt of yours. With --pages the first run writes the
-prompt's pages to a file, and later runs read them:
+With the small model of this repository (on a GPU or a CPU), and with a model and a prompt of yours. With --pages the
+first run writes the prompt's pages to a file, and later runs read them:
 
     python examples/prefix_reuse.py --pages out/prefix.safetensors
-    python examples/prefix_reuse.py --model meta-llama/Llama-3.1-8B-Instruct --prefix paper.txt "What is new?" "What is missing?"
+    python examples/prefix_reuse.py --model meta-llama/Llama-3.1-8B-Instruct --prefix paper.txt "What is new?" "What is
+    missing?"
 """
 
 import argparse
@@ -19,7 +20,9 @@ from fp8attn.integrations.transformers import FP8Cache
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("continuations", nargs="*", default=["\ndef load(path):", "\nclass Reader:"])
-parser.add_argument("--model", default=Path(__file__).parent.parent / "models/stdlib-llama", help="a folder or a Hugging Face id")
+parser.add_argument(
+    "--model", default=Path(__file__).parent.parent / "models/stdlib-llama", help="a folder or a Hugging Face id"
+)
 parser.add_argument("--prefix", type=Path, default=Path(__file__), help="a text file: the shared prompt")
 parser.add_argument("--pages", type=Path, help="a file for the prompt's pages")
 parser.add_argument("--tokens", type=int, default=12, help="new tokens")
@@ -27,7 +30,9 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 tokenizer = AutoTokenizer.from_pretrained(args.model)
-model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+model = AutoModelForCausalLM.from_pretrained(
+    args.model, dtype=torch.bfloat16 if device == "cuda" else torch.float32
+).to(device)
 
 prefix = tokenizer(args.prefix.read_text(), return_tensors="pt").input_ids.to(device)
 start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Decoding with compiled steps. The cache has a fixed size, so that one graph serves every step.
 
-On a GPU `model.generate` compiles a step of such a cache by itself. This example shows what it does. With the small model of this
-repository (on a GPU or a CPU), and with a model of yours:
+On a GPU `model.generate` compiles a step of such a cache by itself. This example shows what it does. With the small
+model of this repository (on a GPU or a CPU), and with a model of yours:
 
     python examples/static_compiled.py
     python examples/static_compiled.py --model meta-llama/Llama-3.1-8B-Instruct --length 8192
@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8attn.integrations.transformers import FP8Cache
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default=Path(__file__).parent.parent / "models/stdlib-llama", help="a folder or a Hugging Face id")
+parser.add_argument(
+    "--model", default=Path(__file__).parent.parent / "models/stdlib-llama", help="a folder or a Hugging Face id"
+)
 parser.add_argument("--prompt", default='def parse_header(line):\n    """')
 parser.add_argument("--tokens", type=int, default=100, help="new tokens")
 parser.add_argument("--length", type=int, default=1024, help="tokens that the cache has memory for")
@@ -35,14 +37,18 @@ options = {"mode": "reduce-overhead"} if gpu else {"backend": "aot_eager"}
 step = torch.compile(model, fullgraph=True, **options)
 
 with torch.inference_mode():
-    logits = model(ids, cache=cache, logits_to_keep=1).logits  # the prompt runs uncompiled: its length differs from call to call
+    logits = model(
+        ids, cache=cache, logits_to_keep=1
+    ).logits  # the prompt runs uncompiled: its length differs from call to call
     position = torch.tensor([[ids.shape[1]]], device=device)
     tokens, times = [ids], []
     for _ in range(args.tokens):
         token = logits[:, -1:].argmax(-1)
         tokens.append(token)
         start = time.perf_counter()
-        logits = step(token, cache=cache, position_ids=position).logits.clone()  # the next step overwrites a graph's output
+        logits = step(
+            token, cache=cache, position_ids=position
+        ).logits.clone()  # the next step overwrites a graph's output
         position += 1
         if gpu:
             torch.cuda.synchronize()

@@ -31,11 +31,19 @@ if args.model:
     policy = AttentionPolicy(skip_first=2, skip_last=2, steps=range(5, 50))
 else:  # no text encoder and no decoder: a given embedding in, latent frames out
     tiny = WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=64, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=4, rope_max_seq_len=64
+        num_attention_heads=2, attention_head_dim=64, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=4,
+        rope_max_seq_len=64
     )  # fmt: skip
     pipe = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), transformer=tiny).to(device)
     embedding = torch.randn(1, 16, 32, device=device)
-    call = {"prompt_embeds": embedding, "height": 128, "width": 128, "num_frames": 9, "num_inference_steps": 4, "guidance_scale": 1.0}
+    call = {
+        "prompt_embeds": embedding,
+        "height": 128,
+        "width": 128,
+        "num_frames": 9,
+        "num_inference_steps": 4,
+        "guidance_scale": 1.0,
+    }
     call |= {"output_type": "latent"}
     policy = AttentionPolicy(skip_first=1, skip_last=1, steps=range(1, 4), min_length=128)
 

@@ -1,6 +1,7 @@
 """The entry point of the command `fp8attn`.
 
-It is outside the package because importing the package imports torch, which takes seconds, and Ctrl-C must be silent in that time too.
+It is outside the package because importing the package imports torch, which takes seconds, and Ctrl-C must be silent in
+that time too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but end the process at once during an import: numpy swallows the exception there, and torch aborts."""
+    """Raise KeyboardInterrupt, but end the process at once during an import: numpy swallows the exception there, and
+    torch aborts.
+    """
     above = frame
     while above is not None:
         if above.f_code.co_filename.startswith("<frozen importlib"):

@@ -1,5 +1,5 @@
-"""One thread for each worker; Triton's interpreter where there is no GPU; no coverage of what it would only slow; a small model and
-tokenizer, built in every session."""
+"""One thread for each worker; Triton's interpreter where there is no GPU; no coverage of what it would only slow; a
+small model and tokenizer, built in every session."""
 
 import gc
 import lzma
@@ -17,8 +17,8 @@ import pytest
 
 @contextmanager
 def untraced():
-    """Coverage measures nothing here. Its trace function makes Python 3.11 take its slow path for every instruction of every module, not
-    only of those that are measured."""
+    """Coverage measures nothing here. Its trace function makes Python 3.11 take its slow path for every instruction of
+    every module, not only of those that are measured."""
     trace = sys.gettrace()
     sys.settrace(None)
     try:
@@ -36,7 +36,8 @@ if not torch.cuda.is_available():
 # The workers of xdist share the cores: two threads in each wait for each other more than they work.
 torch.set_num_threads(1)
 
-# What most of the tests import takes half as long again where it is traced. The process that only starts workers needs none of it.
+# What most of the tests import takes half as long again where it is traced. The process that only starts workers needs
+# none of it.
 if sys.gettrace() is not None and "PYTEST_XDIST_WORKER" in os.environ:
     with untraced():
         for name in ("transformers.generation.utils", "diffusers.models.transformers", "matplotlib.pyplot"):
@@ -44,9 +45,9 @@ if sys.gettrace() is not None and "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure():
-    """Triton's interpreter replaces the functions of `triton.language` by its own at every launch, and again wherever a kernel calls a
-    `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the time. Coverage does not measure
-    kernels."""
+    """Triton's interpreter replaces the functions of `triton.language` by its own at every launch, and again wherever a
+    kernel calls a `triton.jit` function. Those calls find all replaced: without this, kernels take nearly twice the
+    time. Coverage does not measure kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     from triton.runtime import interpreter
@@ -56,7 +57,10 @@ def pytest_configure():
 
     @cache
     def modules(function):
-        return {x for x in function.__globals__.values() if isinstance(x, ModuleType)} & {interpreter.tl, interpreter.tl.core}
+        return {x for x in function.__globals__.values() if isinstance(x, ModuleType)} & {
+            interpreter.tl,
+            interpreter.tl.core,
+        }
 
     def replace_once(function):
         if modules(function) <= replaced:
@@ -79,8 +83,8 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Coverage measures no slow tests and none of kernels: most of their time is Dynamo's, transformers' and Triton's. What they run of
-    fp8attn, others run, too."""
+    """Coverage measures no slow tests and none of kernels: most of their time is Dynamo's, transformers' and Triton's.
+    What they run of fp8attn, others run, too."""
     if item.get_closest_marker("slow") is None and not item.nodeid.startswith("tests/kernels/"):
         return (yield)
     with untraced():
@@ -116,13 +120,17 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A folder with a random two-layer Llama (biases give K and V an offset), its tokenizer and a held-out text of 16,384 bytes."""
+    """A folder with a random two-layer Llama (biases give K and V an offset), its tokenizer and a held-out text of
+    16,384 bytes.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
     config = LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=4096, attention_bias=True, bos_token_id=None, eos_token_id=0, tie_word_embeddings=True,
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=4096, attention_bias=True, bos_token_id=None, eos_token_id=0,
+        tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
@@ -160,7 +168,10 @@ def builds(monkeypatch):
     from fp8attn.backends import fa3
 
     def install(**fakes):
-        names = {name: (fakes[name].namespace if name in fakes else "fp8attn_no_such", "fp8attn_no_such", "*.so") for name in fa3.BUILDS}
+        names = {
+            name: (fakes[name].namespace if name in fakes else "fp8attn_no_such", "fp8attn_no_such", "*.so")
+            for name in fa3.BUILDS
+        }
         monkeypatch.setattr(fa3, "BUILDS", names)
 
     fa3.find.cache_clear()

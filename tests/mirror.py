@@ -1,6 +1,8 @@
-"""Which tests test a file: `python -m tests.mirror src/fp8attn/kernels/append/settle.py`. `make quick` runs those of what has changed.
+"""Which tests test a file: `python -m tests.mirror src/fp8attn/kernels/append/settle.py`. `make quick` runs those of
+what has changed.
 
-`src/fp8attn/A/B.py` has `tests/A/test_B.py` and `tests/A/test_B_*.py`, and what `ROWS` says of it. A file that has none of these has
+`src/fp8attn/A/B.py` has `tests/A/test_B.py` and `tests/A/test_B_*.py`, and what `ROWS` says of it. A file that has none
+of these has
 the tests of its package: those of A are `tests/A/test_A.py`, `tests/A/test_A_*.py`, and what `ROWS` says of `A/`.
 `src/fp8attn_tools/A/B.py` has the same in `tests/tools/`.
 
@@ -27,17 +29,34 @@ ROWS = {
     "fp8attn/cache/": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_fuzz.py"),
     "fp8attn/cache/ahead.py": ("precompile/test_first.py",),
     "fp8attn/cache/page_table.py": ("cache/test_page_table.py", "cache/test_paged.py", "cache/test_tails.py"),
-    "fp8attn/cache/sequences.py": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_tails.py"),
+    "fp8attn/cache/sequences.py": (
+        "cache/test_paged.py",
+        "cache/test_layers.py",
+        "cache/test_machine.py",
+        "cache/test_tails.py",
+    ),
     "fp8attn/cache/step.py": ("cache/test_step.py", "cache/test_layers.py", "cache/test_tails.py"),
-    "fp8attn/cache/layer.py": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_not_finite.py"),
+    "fp8attn/cache/layer.py": (
+        "cache/test_paged.py",
+        "cache/test_layers.py",
+        "cache/test_machine.py",
+        "cache/test_not_finite.py",
+    ),
     "fp8attn/dense/": ("dense/test_sdpa.py", "dense/test_quantized.py", "dense/test_registration.py"),
     "fp8attn/derivatives.py": ("test_ops.py",),
     "fp8attn/errors.py": ("tools/cli/test_errors.py",),
     "fp8attn/formats/": ("test_numerics.py",),
     "fp8attn/formats/rope.py": ("dense/test_rope.py",),
     "fp8attn/integrations/checkpoint.py": ("tools/checkpoints/test_checkpoints.py",),
-    "fp8attn/integrations/engine/biases.py": ("integrations/engine/test_static.py", "integrations/engine/test_marks.py"),
-    "fp8attn/integrations/engine/layer.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py", "vllm/test_static.py"),
+    "fp8attn/integrations/engine/biases.py": (
+        "integrations/engine/test_static.py",
+        "integrations/engine/test_marks.py",
+    ),
+    "fp8attn/integrations/engine/layer.py": (
+        "integrations/engine/test_engine.py",
+        "vllm/test_steps.py",
+        "vllm/test_static.py",
+    ),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
     "fp8attn/integrations/sglang/": (
         "integrations/test_sglang.py",
@@ -83,7 +102,12 @@ ROWS = {
         "integrations/transformers/test_masks.py",
     ),
     "fp8attn/integrations/transformers/weights.py": ("integrations/transformers/test_biases.py",),
-    "fp8attn/integrations/vllm/": ("integrations/test_vllm.py", "vllm/test_plugin.py", "vllm/test_steps.py", "vllm/test_static.py"),
+    "fp8attn/integrations/vllm/": (
+        "integrations/test_vllm.py",
+        "vllm/test_plugin.py",
+        "vllm/test_steps.py",
+        "vllm/test_static.py",
+    ),
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),
     "fp8attn/kernels/tiles.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
@@ -113,14 +137,22 @@ ROWS = {
 # The tests of what is not in `src/`, by the beginnings of paths. (A folder X has those in `tests/X`.)
 BESIDE = {
     ("README.md", "docs/"): ("tests/test_readme.py", "tests/test_docs_names.py"),
-    ("Makefile", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "CITATION.cff", ".github/", ".ci/"): ("tests/release/test_files.py",),
+    ("Makefile", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "CITATION.cff", ".github/", ".ci/"): (
+        "tests/release/test_files.py",
+    ),
     ("results/",): ("tests/evidence",),
-    ("tests/emulator/", "tests/support/machine_code.py"): ("tests/emulator", "tests/kernels/decode", "tests/kernels/prefill"),
+    ("tests/emulator/", "tests/support/machine_code.py"): (
+        "tests/emulator",
+        "tests/kernels/decode",
+        "tests/kernels/prefill",
+    ),
 }
 
 
 def files_for(path: str) -> list[str]:
-    """The test files (or folders) of a file. Both are paths from the repository's root, and the file may have been deleted."""
+    """The test files (or folders) of a file. Both are paths from the repository's root, and the file may have been
+    deleted.
+    """
     for package, tests in PACKAGES.items():
         if path.startswith(package):
             return _mirrored(Path(path), Path(path).relative_to(package), Path(tests))
@@ -147,7 +179,11 @@ def _mirrored(source: Path, inside: Path, tests: Path) -> list[str]:
 
 
 def _named(folder: Path, name: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for pattern in ("", "_*") for path in (ROOT / folder).glob(f"test_{name}{pattern}.py"))
+    return sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("", "_*")
+        for path in (ROOT / folder).glob(f"test_{name}{pattern}.py")
+    )
 
 
 def _rows(source: Path) -> list[str]:
@@ -171,7 +207,9 @@ def changed(revision: str = "main") -> list[str]:
     """The files that differ from the merge base with `revision`, with those that git does not track."""
 
     def git(*arguments: str) -> list[str]:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
 
     [base] = git("merge-base", "HEAD", revision)
     return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")})

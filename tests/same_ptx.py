@@ -1,12 +1,14 @@
-"""Checks that a change does not change the kernels: compares the PTX of every compile case here and at another commit, without a GPU.
+"""Checks that a change does not change the kernels: compares the PTX of every compile case here and at another commit,
+without a GPU.
 
     python tests/same_ptx.py [case substring ...] [--base REV]
-    python tests/same_ptx.py --results    # since the commits of the files in results/, which name theirs (`make check-results`)
+    python tests/same_ptx.py --results    # since the commits of the files in results/, which name theirs
+    (`make check-results`)
 
-A case is the same if its launches have the same PTX (`support.ptx.normalized`: without locations, names and versions), grids and numbers
-that the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two seconds each, in a process a core. The
-digests of a commit are kept in `.cache/ptx/`, so that only the first comparison with it compiles it. It lists what differs and exits with
-1; cases that only one side has are listed and fail nothing.
+A case is the same if its launches have the same PTX (`support.ptx.normalized`: without locations, names and versions),
+grids and numbers that the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two
+seconds each, in a process a core. The digests of a commit are kept in `.cache/ptx/`, so that only the first comparison
+with it compiles it. It lists what differs and exits with 1; cases that only one side has are listed and fail nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def fingerprint(name: str) -> str:
     else:
         launches = compile_kernels.launches("sm_90", case)
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
-    return of_launches((made, digest(normalized(compiled(made.kernel, made.args, made.constants).asm["ptx"]))) for made in launches)
+    return of_launches(
+        (made, digest(normalized(compiled(made.kernel, made.args, made.constants).asm["ptx"]))) for made in launches
+    )
 
 
 def _stop_at_ptx(*args) -> tuple[str, str] | None:
@@ -117,7 +121,9 @@ def at(revision: str) -> dict[str, str]:
 
 
 def check_results(now: dict[str, str]) -> None:
-    """Print, for each file of a GPU's results, the compile cases whose machine code has changed since its commit. Archives are left out."""
+    """Print, for each file of a GPU's results, the compile cases whose machine code has changed since its commit.
+    Archives are left out.
+    """
     files: dict[str, list[str]] = {}
     for path in sorted((ROOT / "results").glob("*/*.json")):
         held = json.loads(path.read_text())
@@ -135,13 +141,20 @@ def check_results(now: dict[str, str]) -> None:
         different = sorted(name for name in both if before[name] != now[name])
         gone = f", {len(before.keys() - both)} are gone" if before.keys() - both else ""
         took = f"({time.monotonic() - begun:.0f} s)"
-        print(f"  {len(different)} of {len(both)} cases have changed since{gone} {took}", *different, sep="\n    ", flush=True)
+        print(
+            f"  {len(different)} of {len(both)} cases have changed since{gone} {took}",
+            *different,
+            sep="\n    ",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="case substring")
-    parser.add_argument("--base", metavar="REV", default="HEAD", help="the commit to compare with (default: %(default)s)")
+    parser.add_argument(
+        "--base", metavar="REV", default="HEAD", help="the commit to compare with (default: %(default)s)"
+    )
     parser.add_argument("--results", action="store_true", help="compare with the commits of the files in results/")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -14,7 +14,8 @@ import fp8attn_tools
 SOURCE = Path(fp8attn.__file__).parent
 TOOLS = Path(fp8attn_tools.__file__).parent
 
-# The floors of `fp8attn`, the ground first: a module imports modules of lower floors, and of its own package (docs/architecture.md).
+# The floors of `fp8attn`, the ground first: a module imports modules of lower floors, and of its own package
+# (docs/architecture.md).
 FLOORS = (
     {"derivatives", "errors"},
     {"checks", "extras", "files"},
@@ -65,7 +66,9 @@ def test_imports_point_down(source, floors):
         part = path.relative_to(source).with_suffix("").parts[0]
         assert part in floor, f"{part} is on no floor"
         level = [name for name in imports(path, source) - {part} if floor.get(name, 0) >= floor[part]]
-        assert not level, f"{path.relative_to(source)} imports {sorted(level)}, which are not below it; see docs/architecture.md"
+        assert not level, (
+            f"{path.relative_to(source)} imports {sorted(level)}, which are not below it; see docs/architecture.md"
+        )
 
 
 def test_no_files_import_each_other():
@@ -89,7 +92,11 @@ def modules(path: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             full = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
-                yield from (x for x in (f"{full}.{alias.name}", full) if x in files and (x != full or f"{full}.{alias.name}" not in files))
+                yield from (
+                    x
+                    for x in (f"{full}.{alias.name}", full)
+                    if x in files and (x != full or f"{full}.{alias.name}" not in files)
+                )
 
 
 def test_the_library_does_not_import_the_tools():
@@ -115,7 +122,8 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 import fp8attn
-names = [m.name for m in pkgutil.walk_packages(fp8attn.__path__, "fp8attn.") if not m.name.startswith("fp8attn.integrations.")]
+names = [m.name for m in pkgutil.walk_packages(fp8attn.__path__, "fp8attn.")]
+names = [name for name in names if not name.startswith("fp8attn.integrations.")]
 for name in names:
     importlib.import_module(name)
 print(len(names))
@@ -124,7 +132,17 @@ print(len(names))
 
 def test_the_library_works_without_the_tools_and_what_they_need():
     """Every module of the core can be imported; what needs an optional library is in `integrations`."""
-    blocked = ("fp8attn_tools", "typer", "rich", "matplotlib", "transformers", "huggingface_hub", "diffusers", "vllm", "sglang")
+    blocked = (
+        "fp8attn_tools",
+        "typer",
+        "rich",
+        "matplotlib",
+        "transformers",
+        "huggingface_hub",
+        "diffusers",
+        "vllm",
+        "sglang",
+    )
     ended = subprocess.run([sys.executable, "-c", BLOCKED.format(blocked=blocked)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 80
@@ -133,7 +151,9 @@ def test_the_library_works_without_the_tools_and_what_they_need():
 def test_importing_the_package_imports_no_optional_library():
     names = ("triton", "transformers", "diffusers", "vllm", "sglang", "typer", "matplotlib", "fp8attn_tools")
     code = f"import sys, fp8attn; print([m for m in {names} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.parametrize("package", [fp8attn, fp8attn_tools])
@@ -154,14 +174,22 @@ MAX_PARAMETERS = 20
 
 
 def is_entry(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is the entry of a kernel, whose caller needs a flat list of arguments. Triton takes tuples as arguments, but
-    specializes on every number in a tuple, even if `do_not_specialize` names the tuple: new lengths would compile new kernels. And Triton
-    3.6 launches no kernel that has a tensor descriptor in a tuple. (docs/lab/2026-11-launching.md)"""
-    return function.name.endswith("_kernel") and any(".jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    """Whether a function is the entry of a kernel, whose caller needs a flat list of arguments. Triton takes tuples as
+    arguments, but specializes on every number in a tuple, even if `do_not_specialize` names the tuple: new lengths
+    would compile new kernels. And Triton 3.6 launches no kernel that has a tensor descriptor in a tuple.
+    (docs/lab/2026-11-launching.md)
+    """
+    return function.name.endswith("_kernel") and any(
+        ".jit" in ast.unparse(decorator) for decorator in function.decorator_list
+    )
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
@@ -175,7 +203,9 @@ def test_functions_have_few_parameters():
         for function in functions(path):
             if len(parameters(function)) > MAX_PARAMETERS and not is_entry(function):
                 over[f"{path.relative_to(SOURCE.parent)}: {function.name}"] = len(parameters(function))
-    assert not over, f"more than {MAX_PARAMETERS} parameters: {over}; pass an aggregate (kernels), a dataclass or a NamedTuple"
+    assert not over, (
+        f"more than {MAX_PARAMETERS} parameters: {over}; pass an aggregate (kernels), a dataclass or a NamedTuple"
+    )
 
 
 def test_what_kernels_of_many_arguments_are_compiled_for_is_in_objects():
@@ -183,5 +213,9 @@ def test_what_kernels_of_many_arguments_are_compiled_for_is_in_objects():
     for path in (SOURCE / "kernels").rglob("*.py"):
         for function in functions(path):
             if is_entry(function) and len(parameters(function)) > MAX_PARAMETERS:
-                constants = {x.arg for x in parameters(function) if x.annotation is not None and "constexpr" in ast.unparse(x.annotation)}
+                constants = {
+                    x.arg
+                    for x in parameters(function)
+                    if x.annotation is not None and "constexpr" in ast.unparse(x.annotation)
+                }
                 assert constants <= {"OPTIONS", "QUERIES"}, f"{path.name}: {function.name}"

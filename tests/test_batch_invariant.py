@@ -20,7 +20,10 @@ def tokens(seqs: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def of(seq: int, heads: int, seed: int) -> torch.Tensor:
         return torch.randn(LENGTH, heads, D, generator=torch.Generator().manual_seed(100 * seed + seq))
 
-    return tuple(torch.stack([of(seq, heads, i) for seq in seqs]).bfloat16() for i, heads in enumerate((GROUP * HEADS, HEADS, HEADS)))
+    return tuple(
+        torch.stack([of(seq, heads, i) for seq in seqs]).bfloat16()
+        for i, heads in enumerate((GROUP * HEADS, HEADS, HEADS))
+    )
 
 
 def scales() -> LayerScales:

@@ -22,8 +22,16 @@ def full_cache() -> PagedKVCache:
 def test_what_is_no_tensor(given):
     cache, x, dense = full_cache(), torch.zeros(2, 2, 64), torch.zeros(1, 2, 2, 64)
     calls = {
-        "k": [lambda: cache.append(0, given, x), lambda: append(cache.pages(0), given, x), lambda: fake_quantize(given, dense)],
-        "v": [lambda: cache.append(0, x, given), lambda: append(cache.pages(0), x, given), lambda: fp8attn.from_dense(dense, given)],
+        "k": [
+            lambda: cache.append(0, given, x),
+            lambda: append(cache.pages(0), given, x),
+            lambda: fake_quantize(given, dense),
+        ],
+        "v": [
+            lambda: cache.append(0, x, given),
+            lambda: append(cache.pages(0), x, given),
+            lambda: fp8attn.from_dense(dense, given),
+        ],
         "q": [lambda: cache.attention(0, given), lambda: attention(given, cache.pages(0))],
         "query": [
             lambda: scaled_dot_product_attention(given, dense, dense),
@@ -38,7 +46,9 @@ def test_what_is_no_tensor(given):
         calls["k_mean"] = [lambda: PagedKVCache(2, 64, k_mean=[given])]
     for name, given_calls in calls.items():
         for call in given_calls:
-            with pytest.raises(ValueError, match=rf"^{name} must be a torch\.Tensor \[.*\]; got {type(given).__name__} "):
+            with pytest.raises(
+                ValueError, match=rf"^{name} must be a torch\.Tensor \[.*\]; got {type(given).__name__} "
+            ):
                 call()
     assert cache.lengths == (1, 1)
 
@@ -49,7 +59,10 @@ def test_what_is_no_tensor(given):
         ({"softcap": math.inf}, r"softcap must be a finite number > 0 \(None for no cap\); got float inf"),
         ({"softcap": math.nan}, "softcap must be a finite number"),
         ({"softcap": "3"}, "softcap must be a finite number.*; got str '3'"),
-        ({"softmax_scale": math.nan}, r"softmax_scale must be a finite number \(None for 1 / sqrt\(head_dim\)\); got float nan"),
+        (
+            {"softmax_scale": math.nan},
+            r"softmax_scale must be a finite number \(None for 1 / sqrt\(head_dim\)\); got float nan",
+        ),
         ({"softmax_scale": -math.inf}, "softmax_scale must be a finite number"),
         ({"softmax_scale": "x"}, "softmax_scale must be a finite number.*; got str 'x'"),
         ({"causal": "no"}, "causal must be True or False; got str 'no'"),
@@ -57,7 +70,10 @@ def test_what_is_no_tensor(given):
         ({"return_lse": 1}, "return_lse must be True or False; got int 1"),
         ({"window": True}, "window must be an integer.*window=True"),
         ({"window": 10**20}, "window must be an integer from 1 to 9,223,372,036,854,775,807"),
-        ({"cu_seqlens_q": torch.tensor([0, 1, 2]).int(), "max_seqlen_q": True}, "max_seqlen_q must be a Python int >= 0.*got True"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 1, 2]).int(), "max_seqlen_q": True},
+            "max_seqlen_q must be a Python int >= 0.*got True",
+        ),
     ],
 )
 def test_options_of_attention(options, message):
@@ -89,8 +105,14 @@ def test_options_of_dense_attention(options, message):
         ({"num_seqs": 10**9}, "num_seqs must be at most 1,048,576, .* got num_seqs=1,000,000,000 and num_layers=1"),
         ({"max_seqlen": 10**12}, "must be positive whole numbers; got .*the most: 2,147,483,647"),
         ({"num_pages": 10**12}, "must be positive whole numbers; got .*the most: 2,147,483,647"),
-        ({"num_seqs": 2**20, "max_seqlen": 2**30}, "need 8,796,093,022,208 pages, and there can be at most 2,147,483,647"),
-        ({"k_mean": torch.full((2, 64), math.nan)}, "k_mean must be finite; it has 128 elements that are NaN or infinite"),
+        (
+            {"num_seqs": 2**20, "max_seqlen": 2**30},
+            "need 8,796,093,022,208 pages, and there can be at most 2,147,483,647",
+        ),
+        (
+            {"k_mean": torch.full((2, 64), math.nan)},
+            "k_mean must be finite; it has 128 elements that are NaN or infinite",
+        ),
         ({"v_mean": torch.full((2, 64), math.inf)}, "v_mean must be finite"),
     ],
 )
@@ -123,7 +145,10 @@ def test_means_of_pages_are_finite(mean):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda cache: cache.append("0", torch.zeros(2, 2, 64), torch.zeros(2, 2, 64)), "the cache has the layers 0 to 0; got '0'"),
+        (
+            lambda cache: cache.append("0", torch.zeros(2, 2, 64), torch.zeros(2, 2, 64)),
+            "the cache has the layers 0 to 0; got '0'",
+        ),
         (lambda cache: cache.attention(None, torch.zeros(2, 2, 64)), "the layers 0 to 0; got None"),
         (lambda cache: cache.pages(-1), "the layers 0 to 0; got -1"),
         (lambda cache: cache.pages(0.0), "the layers 0 to 0; got 0.0"),
@@ -135,7 +160,10 @@ def test_means_of_pages_are_finite(mean):
         (lambda cache: cache.reserve(10**12), "lengths must be one count of tokens >= 0.*the most: 2,147,483,647"),
         (lambda cache: cache.truncate("x"), "lengths must be one count"),
         (lambda cache: cache.read(0, "x"), "the sequences 0 to 1; got 'x'"),
-        (lambda cache: KVPages.empty(True, 2, 64, 1, 1), "num_pages must be a whole number from 0 to .*; got bool True"),
+        (
+            lambda cache: KVPages.empty(True, 2, 64, 1, 1),
+            "num_pages must be a whole number from 0 to .*; got bool True",
+        ),
     ],
 )
 def test_numbers_of_layers_sequences_and_tokens(call, message):

@@ -1,4 +1,6 @@
-"""On a CPU, cumulative lengths, page tables and lengths that contradict each other are refused, and nothing is changed."""
+"""On a CPU, cumulative lengths, page tables and lengths that contradict each other are refused, and
+nothing is changed.
+"""
 
 import pytest
 import torch
@@ -42,7 +44,9 @@ def test_cumulative_lengths(backend, cu_seqlens, longest, message):
 def test_queries_are_of_tokens_that_the_cache_has(backend):
     pages = KVPages.empty(8, 2, 64, num_seqs=2, max_pages=2)
     append(pages, tokens(180), tokens(180), cu_seqlens=bounds(0, 150, 180), max_seqlen=150)
-    with pytest.raises(ValueError, match=r"holds 30 tokens, and without cu_seqlens_q every sequence has 90 queries.* give cu_seq"):
+    with pytest.raises(
+        ValueError, match=r"holds 30 tokens, and without cu_seqlens_q every sequence has 90 queries.* give cu_seq"
+    ):
         attention(tokens(180, 4), pages, backend=backend)
     with pytest.raises(ValueError, match="sequence 1 holds 30 tokens, and cu_seqlens_q gives it 31 queries"):
         attention(tokens(181, 4), pages, cu_seqlens_q=bounds(0, 150, 181), max_seqlen_q=150, backend=backend)
@@ -68,7 +72,10 @@ def test_tables_and_lengths(backend, table, lengths, message):
     pages = KVPages.empty(8, 2, 64, num_seqs=2, max_pages=2)
     pages.page_table.copy_(torch.tensor(table))
     pages.cache_seqlens.copy_(torch.tensor(lengths))
-    for call in (lambda: attention(tokens(2, 4), pages, backend=backend), lambda: append(pages, tokens(2), tokens(2), backend=backend)):
+    for call in (
+        lambda: attention(tokens(2, 4), pages, backend=backend),
+        lambda: append(pages, tokens(2), tokens(2), backend=backend),
+    ):
         with pytest.raises(ValueError, match=message):
             call()
     assert not pages.pool.any() and pages.cache_seqlens.tolist() == lengths
@@ -77,7 +84,9 @@ def test_tables_and_lengths(backend, table, lengths, message):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_write_to_pages_of_their_own(backend):
     pages = KVPages.empty(3, 2, 64, num_seqs=2, max_pages=2)  # too few pages for a table of its own
-    with pytest.raises(ValueError, match="sequences 0 and 1 would both write to page 0: page_table must name pages of its own"):
+    with pytest.raises(
+        ValueError, match="sequences 0 and 1 would both write to page 0: page_table must name pages of its own"
+    ):
         append(pages, tokens(2), tokens(2), backend=backend)
     assert not pages.pool.any()
     pages.page_table[1] = 1
@@ -104,7 +113,9 @@ def test_a_sequence_that_is_shorter_than_its_new_tokens_is_padding():
 def test_compiled_code_checks_on_a_cpu_too():
     pages = KVPages.empty(8, 2, 64, num_seqs=2, max_pages=2)
     append(pages, tokens(20), tokens(20))
-    run = torch.compile(lambda q, cu: attention(q, pages, cu_seqlens_q=cu, max_seqlen_q=10), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        lambda q, cu: attention(q, pages, cu_seqlens_q=cu, max_seqlen_q=10), backend="aot_eager", fullgraph=True
+    )
     with torch.no_grad(), pytest.raises(ValueError, match="end within the 20 tokens given"):
         run(tokens(20, 4), bounds(0, 10, 21))
 
@@ -115,7 +126,10 @@ def test_after_an_append_of_different_lengths_queries_are_not_divided_evenly():
     cache.append(0, tokens(400), tokens(400))
     cache.append(0, tokens(180), tokens(180), lengths=[150, 30])
     q = tokens(180, 4)
-    with pytest.raises(ValueError, match=r"each of the 180 tokens of the last append, whose lengths \[150, 30\] differ: give cu_seqlens_q"):
+    with pytest.raises(
+        ValueError,
+        match=r"each of the 180 tokens of the last append, whose lengths \[150, 30\] differ: give cu_seqlens_q",
+    ):
         attention(q, cache.pages(0))
     out = attention(q, cache.pages(0), cu_seqlens_q=bounds(0, 150, 180), max_seqlen_q=150)
     assert torch.equal(out, cache.attention(0, q))

@@ -1,4 +1,6 @@
-"""`torch.set_default_dtype` changes no bit: whoever loads a model in BF16 may have set it, for good or while it loads."""
+"""`torch.set_default_dtype` changes no bit: whoever loads a model in BF16 may have set it, for good or
+while it loads.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def _forget_constants():
 def equal(one, other):
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
-        assert a is b is None or (a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+        assert a is b is None or (
+            a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        )
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -67,7 +71,11 @@ def test_calibration_and_means_of_biases(tiny_model):
 
     def run():
         scales, cache = calibrate(model, ids.split(1)), FP8Cache(model)
-        found = [getattr(scales.layer(i), name) for i in range(2) for name in ("k_scale", "v_scale", "q_scale", "k_mean", "v_mean")]
+        found = [
+            getattr(scales.layer(i), name)
+            for i in range(2)
+            for name in ("k_scale", "v_scale", "q_scale", "k_mean", "v_mean")
+        ]
         return found + [x for layer in cache.layers for x in (layer.k_mean, layer.v_mean)]
 
     one, other = both(run)

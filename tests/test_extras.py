@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[1]
 
 def test_every_hint_names_an_extra_of_the_project():
     found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {"test", "dev", "docs", "release"}
+    assert found.keys() >= extras.PACKAGES.keys() and found.keys() - extras.PACKAGES.keys() == {
+        "test",
+        "dev",
+        "docs",
+        "release",
+    }
     assert extras.hint("ruler") == 'run pip install "fp8attn[ruler]"'
     with pytest.raises(ValueError, match="fp8attn has no extra 'rulers'; its extras are hf, diffusers, "):
         extras.hint("rulers")
@@ -22,7 +27,9 @@ def test_every_hint_names_an_extra_of_the_project():
 
 def test_no_text_tells_users_to_install_fp8attn_from_a_package_index():
     """Errors may: who reads them has it, so pip looks for no other (`release/test_installed.py`)."""
-    texts = [path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    texts = [
+        path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")
+    ]
     for path in (*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         text = path.read_text()
         assert not any(f"pip install {quote}fp8attn" in text for quote in ("", "'", '"')), path
@@ -32,7 +39,11 @@ def test_a_missing_package_of_the_extra_is_named_with_the_extra():
     with pytest.raises(extras.MissingPackageError) as raised, extras.needs("plot"):
         raise ModuleNotFoundError("No module named 'matplotlib.figure'", name="matplotlib.figure")
     assert str(raised.value) == 'matplotlib is not installed; run pip install "fp8attn[plot]"'
-    assert isinstance(raised.value, UsageError) and isinstance(raised.value, ImportError) and raised.value.name == "matplotlib.figure"
+    assert (
+        isinstance(raised.value, UsageError)
+        and isinstance(raised.value, ImportError)
+        and raised.value.name == "matplotlib.figure"
+    )
 
 
 def test_the_innermost_extra_is_named():
@@ -54,8 +65,9 @@ import fp8attn_tools, fp8attn.integrations.sglang as sglang_plugin, fp8attn.inte
 from importlib import import_module
 
 for call in (
-    lambda: import_module("fp8attn.integrations.transformers"), lambda: fp8attn_tools.calibrate, plugin.register, sglang_plugin.register,
-    lambda: import_module("fp8attn.integrations.diffusers"), lambda: runpy.run_path("examples/wan.py"),
+    lambda: import_module("fp8attn.integrations.transformers"), lambda: fp8attn_tools.calibrate, plugin.register,
+    sglang_plugin.register, lambda: import_module("fp8attn.integrations.diffusers"),
+    lambda: runpy.run_path("examples/wan.py"),
 ):
     try:
         call()
@@ -66,6 +78,8 @@ for call in (
 
 def test_integrations_name_their_extra():
     ended = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
-    extras = [("transformers", "hf"), ("transformers", "hf"), ("vllm", "vllm"), ("sglang", "sglang")] + [("diffusers", "diffusers")] * 2
+    extras = [("transformers", "hf"), ("transformers", "hf"), ("vllm", "vllm"), ("sglang", "sglang")] + [
+        ("diffusers", "diffusers")
+    ] * 2
     hint = 'MissingPackageError {} is not installed; run pip install "fp8attn[{}]"'
     assert ended.stdout.splitlines() == [hint.format(package, extra) for package, extra in extras]

@@ -34,13 +34,18 @@ def test_permissions_and_links_stay(tmp_path):
     link.symlink_to(path)
     write_whole(link, lambda draft: draft.write_bytes(b"newer"))
     assert path.read_bytes() == b"newer" and path.stat().st_mode & 0o777 == 0o640 and link.is_symlink()
-    for write in (lambda: write_whole(tmp_path, lambda draft: draft.write_bytes(b"newer")), lambda: saved("cache", 1).save(tmp_path)):
+    for write in (
+        lambda: write_whole(tmp_path, lambda draft: draft.write_bytes(b"newer")),
+        lambda: saved("cache", 1).save(tmp_path),
+    ):
         with pytest.raises(UsageError, match="is a folder; give the name of a file"):
             write()
 
 
 def test_drafts_of_killed_writers_are_removed(tmp_path):
-    """A draft that was written less than an hour ago may have a writer, and files of other names are not drafts of this one."""
+    """A draft that was written less than an hour ago may have a writer, and files of other names are not drafts of this
+    one.
+    """
     path = tmp_path / "prompt[1].bin"
     code = (
         "import os, signal, sys; from pathlib import Path; from fp8attn.files import write_whole\n"
@@ -48,7 +53,11 @@ def test_drafts_of_killed_writers_are_removed(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code, path]).returncode == -signal.SIGKILL
     (killed,) = tmp_path.iterdir()
-    others = [tmp_path / ".prompt-0123456789abcdef.bin", tmp_path / ".other-01234567.bin", tmp_path / ".prompt[1]-notes.bin"]
+    others = [
+        tmp_path / ".prompt-0123456789abcdef.bin",
+        tmp_path / ".other-01234567.bin",
+        tmp_path / ".prompt[1]-notes.bin",
+    ]
     for other in others:
         other.touch()
         os.utime(other, (0, 0))

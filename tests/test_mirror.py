@@ -57,7 +57,12 @@ def test_the_tests_of_a_file(path, tests):
 
 def test_what_has_changed_is_committed_or_not(monkeypatch, tmp_path):
     def git(*arguments):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a", *arguments], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a", *arguments],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
 
     monkeypatch.setattr("tests.mirror.ROOT", tmp_path)
     git("init", "-b", "main")

@@ -66,7 +66,11 @@ def test_scale_of_every_boundary():
     above = torch.nextafter(at, torch.tensor(torch.inf))
     assert E4M3.needed_scale(at).tolist() == [2.0**e for e in exponents]
     assert E4M3.needed_scale(above).tolist() == [2.0 ** (e + 1) for e in exponents]
-    assert E4M3.needed_scale(torch.tensor([0.0, 1e-45, 3e38])).tolist() == [MIN_SCALE, MIN_SCALE, 2.0**MAX_SCALE_EXPONENT]
+    assert E4M3.needed_scale(torch.tensor([0.0, 1e-45, 3e38])).tolist() == [
+        MIN_SCALE,
+        MIN_SCALE,
+        2.0**MAX_SCALE_EXPONENT,
+    ]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -102,7 +106,9 @@ def test_integer_codes_are_rounded_to_even_and_saturate():
 
 
 def test_a_page_by_hand():
-    """INT8. The first token, of 127, needs a scale of 1 and sets 1.25. The second fits; the third, of 254, needs 2 and sets 2.5."""
+    """INT8. The first token, of 127, needs a scale of 1 and sets 1.25. The second fits; the third, of 254, needs 2 and
+    sets 2.5.
+    """
     x = torch.tensor([127.0, 150.0, 254.0, 10.0])[None, :, None]
     held = torch.ones(1, 4, dtype=torch.int8)
     codes, scale = settle(x, torch.zeros(1, 4, 1), torch.zeros(1), held, INT8, False)
@@ -130,8 +136,12 @@ def nearest(y: np.float32, codec: Codec) -> np.float32:
     return np.float32(np.copysign(FINITE[code], y))
 
 
-def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, codec: Codec) -> tuple[list, np.float32, int]:
-    """`settle` as its docstring defines it, for one page: tokens `[n, D]`, and the codes and scale of the tokens before."""
+def one_token_after_another(
+    tokens: np.ndarray, codes: list, scale: np.float32, codec: Codec
+) -> tuple[list, np.float32, int]:
+    """`settle` as its docstring defines it, for one page: tokens `[n, D]`, and the codes and scale of the tokens
+    before.
+    """
     headroom = np.float32(1.25 if codec is INT8 else 32.0)
     for token in tokens:
         finite = np.abs(token[np.isfinite(token)])
@@ -154,16 +164,21 @@ def one_token_after_another(tokens: np.ndarray, codes: list, scale: np.float32, 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     codec=st.sampled_from([INT8, E4M3]), seed=st.integers(0, 2**31), before=st.integers(0, 6), count=st.integers(0, 8),
-    powers=st.lists(st.integers(-45, 45), min_size=14, max_size=14), special=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf, 1e38]),
+    powers=st.lists(st.integers(-45, 45), min_size=14, max_size=14),
+    special=st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf, 1e38]),
 )  # fmt: skip
 def test_settle_is_one_token_after_another(codec, seed, before, count, powers, special):
-    """Magnitudes at random; zeros; Inf, NaN or what saturates the largest scale in one element of eight. Two pages, the second one full."""
+    """Magnitudes at random; zeros; Inf, NaN or what saturates the largest scale in one element of eight. Two pages, the
+    second one full.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = torch.tensor(powers).repeat(2)[torch.randperm(28, generator=generator)].view(2, 14, 1)
     x = torch.randn(2, 14, 3, generator=generator) * torch.exp2(size.float() / (1 + seed % 9))
     chance = torch.rand(x.shape, generator=generator)
     x[chance < 0.1] = 0.0
-    first = torch.where((chance > 0.9) & torch.tensor(special).isnan().logical_not(), special, x)  # without NaN, which is for the new ones
+    first = torch.where(
+        (chance > 0.9) & torch.tensor(special).isnan().logical_not(), special, x
+    )  # without NaN, which is for the new ones
     x = torch.where(chance > 0.88, special, x)
     starts, ends = (before, 14 - count), (before + count, 14)
     old, scales, expected = torch.full((2, 14, 3), 77.0), torch.full((2,), torch.nan), []
@@ -179,14 +194,16 @@ def test_settle_is_one_token_after_another(codec, seed, before, count, powers, s
     for page, ((codes, scale), end) in enumerate(zip(expected, ends, strict=True)):
         if not end:
             continue
-        assert torch.equal(got[page, :end].nan_to_num(500.0), torch.tensor(np.array(codes), dtype=torch.float32).nan_to_num(500.0))
+        assert torch.equal(
+            got[page, :end].nan_to_num(500.0), torch.tensor(np.array(codes), dtype=torch.float32).nan_to_num(500.0)
+        )
         assert got_scales[page] == float(scale)
 
 
 def test_integers_are_finer_than_e4m3_by_the_expected_factor():
-    """Of normal values, E4M3 rounds off 0.026 of their root mean square, whatever the scale. INT8's steps are of one size s, of which it
-    rounds off s / sqrt(12). The largest of 128 x 64 values is near 3.9, and s is 1 to 1.25 times 3.9 / 127: 0.0089 to 0.0111. Tokens before
-    a growth are rounded twice, which adds some percent."""
+    """Of normal values, E4M3 rounds off 0.026 of their root mean square, whatever the scale. INT8's steps are of one
+    size s, of which it rounds off s / sqrt(12). The largest of 128 x 64 values is near 3.9, and s is 1 to 1.25 times
+    3.9 / 127: 0.0089 to 0.0111. Tokens before a growth are rounded twice, which adds some percent."""
     x = torch.randn(1000, 128, 64, generator=torch.Generator().manual_seed(0))
     held = torch.ones(1000, 128, dtype=torch.int8)
     error = {}

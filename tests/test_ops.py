@@ -44,8 +44,16 @@ def cache():
         (torch.zeros(2, 1, 4, 64), {}, r"q.flatten\(0, 1\) if it is \[B, S, num_q_heads, head_dim\]"),
         (torch.zeros(2, 64, 4).transpose(1, 2), {}, "last dimension contiguous"),
         (torch.zeros(2, 4, 64), {"window": 0}, "window must be an integer from 1"),
-        (torch.zeros(2, 4, 64), {"window": (4, 0)}, r"window must be an integer from 1 .* got window=\(4, 0\), causal=True"),
-        (torch.zeros(2, 4, 64), {"leftpad_k": [1, 0]}, r"leftpad_k, one count per sequence, must be a tensor \(2,\) on cpu; got list"),
+        (
+            torch.zeros(2, 4, 64),
+            {"window": (4, 0)},
+            r"window must be an integer from 1 .* got window=\(4, 0\), causal=True",
+        ),
+        (
+            torch.zeros(2, 4, 64),
+            {"leftpad_k": [1, 0]},
+            r"leftpad_k, one count per sequence, must be a tensor \(2,\) on cpu; got list",
+        ),
         (torch.zeros(2, 4, 64), {"window": 5, "causal": False}, "needs causal=True.* got window=5, causal=False"),
         (torch.zeros(2, 4, 64), {"softcap": -1.0}, "None for no cap"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(2)}, "one logit per query head"),
@@ -53,22 +61,50 @@ def cache():
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(3)}, "one count per sequence"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, device="meta")}, r"on cpu; got \(2,\) float32 on meta"),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "needs max_seqlen_q"),
-        (torch.zeros(4, 4, 64), {"max_seqlen_q": 3}, "every sequence has 2 tokens, and max_seqlen_q is 3: give both or neither"),
+        (
+            torch.zeros(4, 4, 64),
+            {"max_seqlen_q": 3},
+            "every sequence has 2 tokens, and max_seqlen_q is 3: give both or neither",
+        ),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 1}, "int32"),
-        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32, device="meta"), "max_seqlen_q": 1}, "int32 on cpu"),
-        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3).int(), "max_seqlen_q": torch.tensor(1)}, "must be a Python int"),
+        (
+            torch.zeros(2, 4, 64),
+            {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32, device="meta"), "max_seqlen_q": 1},
+            "int32 on cpu",
+        ),
+        (
+            torch.zeros(2, 4, 64),
+            {"cu_seqlens_q": torch.zeros(3).int(), "max_seqlen_q": torch.tensor(1)},
+            "must be a Python int",
+        ),
         (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3).int(), "max_seqlen_q": -1}, "Python int >= 0"),
-        (torch.zeros(2, 4, 64), {"cu_seqlens_q": torch.zeros(3, 2).int()[:, 0], "max_seqlen_q": 1}, r"call \.contiguous\(\)"),
+        (
+            torch.zeros(2, 4, 64),
+            {"cu_seqlens_q": torch.zeros(3, 2).int()[:, 0], "max_seqlen_q": 1},
+            r"call \.contiguous\(\)",
+        ),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(4, 2)[:, 0]}, r"call \.contiguous\(\)"),
         (torch.zeros(2, 4, 64), {"sinks": torch.zeros(4).int()}, "floating point"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, dtype=torch.int64)}, "int32 on cpu; got .* int64"),
         (torch.zeros(2, 4, 64), {"leftpad_k": torch.zeros(2, 2).int()[:, 0]}, r"call \.contiguous\(\)"),
-        (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 128)}, r"out must be \(2, 4, 64\) float32 on cpu; got \(2, 4, 128\) float32"),
+        (
+            torch.zeros(2, 4, 64),
+            {"out": torch.zeros(2, 4, 128)},
+            r"out must be \(2, 4, 64\) float32 on cpu; got \(2, 4, 128\) float32",
+        ),
         (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 64).half()}, "out must be .* float32 on cpu; got .* float16"),
         (torch.zeros(2, 4, 64), {"out": torch.zeros(2, 4, 64, device="meta")}, "on cpu; got .* on meta"),
         (torch.zeros(2, 4, 64), {"out": torch.zeros(4, 2, 64).transpose(0, 1)}, "out must be contiguous"),
-        (torch.zeros(2, 4, 64), {"backend": "fastest"}, "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'"),
-        (torch.zeros(2, 4, 64), {"backend": "fa3"}, "backend 'fa3' takes dense K and V, not pages; choose 'auto', 'hopper'"),
+        (
+            torch.zeros(2, 4, 64),
+            {"backend": "fastest"},
+            "unknown backend 'fastest'; choose 'auto', 'hopper', 'triton', 'reference'",
+        ),
+        (
+            torch.zeros(2, 4, 64),
+            {"backend": "fa3"},
+            "backend 'fa3' takes dense K and V, not pages; choose 'auto', 'hopper'",
+        ),
         (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
         (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and q is on meta"),
@@ -82,7 +118,10 @@ def test_refusals_say_what_would_do(cache, q, options, message):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"v": torch.zeros(2, 2, 100, 64).bfloat16()}, r"of one shape .* got \(2, 2, 100, 64\) torch.float32 .* torch.bfloat16"),
+        (
+            {"v": torch.zeros(2, 2, 100, 64).bfloat16()},
+            r"of one shape .* got \(2, 2, 100, 64\) torch.float32 .* torch.bfloat16",
+        ),
         ({"v": torch.zeros(2, 2, 99, 64)}, "k and v must be of one shape"),
         ({"k": torch.zeros(2, 2, 0, 64), "v": torch.zeros(2, 2, 0, 64)}, "not empty"),
         ({"k": torch.zeros(2, 2, 9, 72), "v": torch.zeros(2, 2, 9, 72)}, r"head_dim must be one of \(64, 80.*; got 72"),
@@ -104,7 +143,9 @@ def test_from_dense_says_what_would_do(changed, message):
 def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
     x = torch.randn(2, 2, 100, 64).to(torch.float8_e4m3fn)
     for options in ({}, {"key_dtype": "e4m3", "rotate_keys": False}):
-        with pytest.raises(ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"):
+        with pytest.raises(
+            ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"
+        ):
             fp8attn.from_dense(x, x, **options)
     pages = run_from_dense("reference", x, x, KVFormat(PageSpec.of(64, "e4m3").name, rotate=False))
     for seq in range(2):
@@ -140,31 +181,52 @@ def test_a_k_mean_is_of_k_itself_wherever_it_is_given(rotate_keys):
     assert torch.equal(empty.pool, dense.pool) and torch.equal(cache.pages(0).pool, dense.pool)
     fake, _ = fp8attn.fake_quantize(k, v, **given)
     for read in (dense.read(0, 128)[0], empty.read(0, 128)[0], cache.read(0, 0)[0], fake[0].transpose(0, 1)):
-        assert ((read - k[0].transpose(0, 1)).norm() / (k - mean[:, None]).norm()) < 0.02  # of what is left without the mean
+        assert (
+            (read - k[0].transpose(0, 1)).norm() / (k - mean[:, None]).norm()
+        ) < 0.02  # of what is left without the mean
 
 
 def test_empty_pages_are_of_one_sequence_each():
     pages = KVPages.empty(5, 2, 64, num_seqs=2, max_pages=2)
     assert pages.page_table.tolist() == [[0, 1], [2, 3]]
-    assert not KVPages.empty(3, 2, 64, num_seqs=2, max_pages=2).page_table.any()  # too few pages: the caller divides them
+    assert not KVPages.empty(
+        3, 2, 64, num_seqs=2, max_pages=2
+    ).page_table.any()  # too few pages: the caller divides them
     torch.manual_seed(0)
     k, v, q = torch.randn(2, 200, 2, 64), torch.randn(2, 200, 2, 64), torch.randn(2, 200, 4, 64)
     fp8attn.append(pages, k.flatten(0, 1), v.flatten(0, 1))
     out = attention(q.flatten(0, 1), pages).unflatten(0, (2, -1))
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
     assert (out - expected).norm() / expected.norm() < 0.05
 
 
 @pytest.mark.parametrize(
     ("k", "v", "options", "message"),
     [
-        (torch.zeros(3, 2, 64), None, {}, "3 tokens cannot be divided evenly among 2 sequences; give cu_seqlens and max_seqlen"),
+        (
+            torch.zeros(3, 2, 64),
+            None,
+            {},
+            "3 tokens cannot be divided evenly among 2 sequences; give cu_seqlens and max_seqlen",
+        ),
         (torch.zeros(4, 3, 64), None, {}, r"must both be \[T, 2, 64\] and have one dtype; got \(4, 3, 64\)"),
         (torch.zeros(4, 2, 64), torch.zeros(2, 2, 64), {}, r"must both be \[T, 2, 64\]"),
-        (torch.zeros(4, 2, 64), torch.zeros(4, 2, 64).half(), {}, "have one dtype; got .* torch.float32 and .* torch.float16"),
+        (
+            torch.zeros(4, 2, 64),
+            torch.zeros(4, 2, 64).half(),
+            {},
+            "have one dtype; got .* torch.float32 and .* torch.float16",
+        ),
         (torch.zeros(4, 64), None, {}, r"\[T, heads, head_dim\]"),
         (torch.zeros(4, 64, 2).mT, None, {}, "last dimension contiguous"),
-        (torch.zeros(4, 2, 64), None, {"cu_seqlens": torch.zeros(2).int(), "max_seqlen": 1}, r"cu_seqlens must be \(3,\) int32"),
+        (
+            torch.zeros(4, 2, 64),
+            None,
+            {"cu_seqlens": torch.zeros(2).int(), "max_seqlen": 1},
+            r"cu_seqlens must be \(3,\) int32",
+        ),
         (torch.zeros(4, 2, 64, device="meta"), None, {}, "the cache is on cpu and k is on meta"),
         (torch.zeros(4, 2, 64), None, {"backend": "fastest"}, "unknown backend"),
     ],
@@ -178,7 +240,9 @@ def test_append_says_what_would_do(cache, k, v, options, message):
 
 def test_a_cache_in_place_of_its_pages_is_refused(cache):
     x = torch.zeros(2, 2, 64)
-    with pytest.raises(TypeError, match=r"append\(pages, k, v\) takes KVPages, and got PagedKVCache: .* pass cache\.pages\(layer\)"):
+    with pytest.raises(
+        TypeError, match=r"append\(pages, k, v\) takes KVPages, and got PagedKVCache: .* pass cache\.pages\(layer\)"
+    ):
         fp8attn.append(cache, x, x)
     with pytest.raises(TypeError, match=r"attention\(q, pages\) takes KVPages, and got Tensor"):
         attention(cache.pages(0), x)
@@ -208,7 +272,11 @@ def test_append_does_not_count_tokens_that_are_counted(cache):
 def test_attention_writes_where_it_is_asked_to(cache):
     buffer = torch.full((6, 4, 64), torch.nan)
     q = torch.randn(4, 4, 64)
-    for queries, out in ((q, buffer[1:5]), (q, torch.empty(1 + q.numel())[1:].view_as(q)), (q[:0], buffer[:0])):  # aligned, not, empty
+    for queries, out in (
+        (q, buffer[1:5]),
+        (q, torch.empty(1 + q.numel())[1:].view_as(q)),
+        (q[:0], buffer[:0]),
+    ):  # aligned, not, empty
         assert attention(queries, cache.pages(0), out=out) is out
         assert torch.equal(out, attention(queries, cache.pages(0)))
     found, lse = attention(q, cache.pages(0), out=buffer[1:5], return_lse=True)
@@ -228,7 +296,9 @@ def test_queries_and_output_share_no_memory(cache):
 def test_a_compiled_call_writes_where_it_is_asked_to(cache):
     """The torch op has no argument that it writes, so its result is copied."""
     q, out = torch.randn(4, 4, 64), torch.full((6, 4, 64), torch.nan)
-    compiled = torch.compile(lambda q, out: attention(q, cache.pages(0), out=out[1:5]), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda q, out: attention(q, cache.pages(0), out=out[1:5]), fullgraph=True, backend="aot_eager"
+    )
     expected = attention(q, cache.pages(0))
     assert torch.equal(compiled(q, out), expected)
     assert torch.equal(out[1:5], expected) and out[::5].isnan().all()
@@ -296,7 +366,11 @@ def test_gradients_are_refused(cache):
 def test_forward_mode_derivatives_and_transforms_are_refused(cache):
     q, k = torch.randn(2, 4, 64), torch.randn(2, 2, 64)
     before = [x.clone() for x in cache.pages(0).tensors]
-    calls = [(q, lambda x: attention(x, cache.pages(0))), (k, lambda x: cache.append(0, x, k)), (k, lambda x: cache.append(0, k, x))]
+    calls = [
+        (q, lambda x: attention(x, cache.pages(0))),
+        (k, lambda x: cache.append(0, x, k)),
+        (k, lambda x: cache.append(0, k, x)),
+    ]
     for x, call in calls:
         with torch.no_grad(), forward_ad.dual_level():
             dual = forward_ad.make_dual(x, x)
@@ -341,10 +415,14 @@ def test_no_option_is_dropped_on_its_way(cache, monkeypatch):
     """Each argument of `attention` reaches the backend in its field, directly and through the torch op."""
     seen = []
     backend = load("reference")
-    monkeypatch.setattr(type(backend), "attention", lambda self, q, pages, params, out=None: (seen.append(params), (q, q[..., 0]))[1])
+    monkeypatch.setattr(
+        type(backend), "attention", lambda self, q, pages, params, out=None: (seen.append(params), (q, q[..., 0]))[1]
+    )
     given = {
-        "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True, "softmax_scale": 0.5, "window": 7,
-        "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32), "return_lse": True,
+        "cu_seqlens_q": torch.tensor([0, 1, 4], dtype=torch.int32), "max_seqlen_q": 3, "causal": True,
+        "softmax_scale": 0.5, "window": 7,
+        "softcap": 9.0, "sinks": torch.randn(4), "leftpad_k": torch.tensor([0, 1], dtype=torch.int32),
+        "return_lse": True,
         "exact": True,
     }  # fmt: skip
     q = torch.randn(4, 4, 64)
@@ -361,6 +439,8 @@ def test_tokens_without_a_page_are_refused_by_the_reference():
     """The kernels cannot check it without waiting for the GPU."""
     pages, k = fp8attn.from_dense(torch.randn(1, 2, 130, 64), torch.randn(1, 2, 130, 64)), torch.randn(127, 2, 64)
     fp8attn.append(pages, k[:126], k[:126])
-    with pytest.raises(ValueError, match=r"sequence 0 would have 383 tokens, and page_table has pages for 256: it must name a page"):
+    with pytest.raises(
+        ValueError, match=r"sequence 0 would have 383 tokens, and page_table has pages for 256: it must name a page"
+    ):
         fp8attn.append(pages, k, k)
     assert pages.cache_seqlens.tolist() == [256]

@@ -1,4 +1,6 @@
-"""Sparse attention and trees of drafts, which need no kernel of their own: attention over chosen pages, and parts joined by their LSEs."""
+"""Sparse attention and trees of drafts, which need no kernel of their own: attention over chosen pages, and parts
+joined by their LSEs.
+"""
 
 from dataclasses import replace
 
@@ -22,7 +24,9 @@ def made(length):
 
 def expected(q, k, v, seen):
     """Attention of `q [T, HEADS, D]` with the mask `seen [T, keys]`, or `[HEADS, T, keys]`."""
-    return scaled_dot_product_attention(q.float().transpose(0, 1), k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+    return scaled_dot_product_attention(q.float().transpose(0, 1), k, v, attn_mask=seen, enable_gqa=True).transpose(
+        0, 1
+    )
 
 
 def tokens(chosen, length):
@@ -31,7 +35,9 @@ def tokens(chosen, length):
 
 
 def check(got, wanted):
-    assert float((got.float() - wanted).norm() / wanted.norm()) < 4e-3  # half a unit in the last place of BF16, and 3e-4
+    assert (
+        float((got.float() - wanted).norm() / wanted.norm()) < 4e-3
+    )  # half a unit in the last place of BF16, and 3e-4
 
 
 @BACKENDS
@@ -46,7 +52,9 @@ def test_decode_over_chosen_pages(backend):
 
 @BACKENDS
 def test_decode_over_pages_that_each_head_chooses(backend):
-    """A page of one KV head is one run of bytes, so heads can be sequences: of a pool with one KV head. (Means would be of all heads.)"""
+    """A page of one KV head is one run of bytes, so heads can be sequences: of a pool with one KV head. (Means would be
+    of all heads.)
+    """
     pages, k, v = made(700)
     q = torch.randn(1, HEADS, D).bfloat16()
     chosen = torch.tensor([[0, 3, 5], [1, 2, 5]])
@@ -59,7 +67,9 @@ def test_decode_over_pages_that_each_head_chooses(backend):
 
 @BACKENDS
 def test_a_prompt_whose_blocks_choose_pages(backend):
-    """A block of 128 queries is a sequence, whose table ends with the page of the block's own keys. The causal mask cuts only this page."""
+    """A block of 128 queries is a sequence, whose table ends with the page of the block's own keys. The causal mask
+    cuts only this page.
+    """
     pages, k, v = made(3 * PAGE_SIZE)
     q = torch.randn(3 * PAGE_SIZE, HEADS, D).bfloat16()
     chosen = [0, 0], [0, 1], [0, 2]  # of each block; entries of the first after its only page are not read
@@ -72,8 +82,8 @@ def test_a_prompt_whose_blocks_choose_pages(backend):
 
 @BACKENDS
 def test_a_tree_of_drafts(backend):
-    """Drafts see what is stored, and their ancestors: attention over pages without a causal mask, and over the drafts with a mask of any
-    kind, joined by their LSEs."""
+    """Drafts see what is stored, and their ancestors: attention over pages without a causal mask, and over the drafts
+    with a mask of any kind, joined by their LSEs."""
     pages, k, v = made(300)
     q, drafts_k, drafts_v = torch.randn(4, HEADS, D), torch.randn(KV_HEADS, 4, D), torch.randn(KV_HEADS, 4, D)
     q = q.bfloat16()

@@ -1,4 +1,5 @@
-"""The private functions of torch that the package uses, apart from kernels/: all of them are listed here, and the installed torch has them.
+"""The private functions of torch that the package uses, apart from kernels/: all of them are listed here, and the
+installed torch has them.
 
 Run this against a nightly torch to see what a new version breaks.
 """
@@ -11,7 +12,10 @@ import fp8attn
 SOURCE = Path(fp8attn.__file__).parent
 # By name: (file, why no public function does).
 PRIVATE = {
-    "torch.nn.Module._forward_pre_hooks": ("mode/sites.py", "hooks need the same key each time, or Dynamo compiles again"),
+    "torch.nn.Module._forward_pre_hooks": (
+        "mode/sites.py",
+        "hooks need the same key each time, or Dynamo compiles again",
+    ),
     "torch.nn.Module._forward_hooks": ("mode/sites.py", "as above"),
     "torch.nn.Module._forward_hooks_always_called": ("mode/sites.py", "as above"),
     "_dynamo_marked_constant": ("mode/mode.py", "torch.compiler.assume_constant_result imports all of Dynamo"),
@@ -22,7 +26,10 @@ PRIVATE = {
     "torch.utils._python_dispatch": ("", "whether a call is being traced into torch ops"),
     "torch._dynamo.mark_static_address": ("", "public, but documented nowhere"),
     "torch._assert_async": ("", "an assertion without a wait for the device"),
-    "_scaled_dot_product_attention_quantized": ("../fp8attn_tools/diagnostics/accumulation.py", "PyTorch's experimental op is measured"),
+    "_scaled_dot_product_attention_quantized": (
+        "../fp8attn_tools/diagnostics/accumulation.py",
+        "PyTorch's experimental op is measured",
+    ),
 }
 # Attributes with a leading underscore of torch's modules, and the names above without a module.
 USES = re.compile(r"torch(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*|module\._forward\w*hooks\w*|\b_dynamo_marked_constant\b")
@@ -40,7 +47,9 @@ def test_every_use_of_a_private_function_is_listed():
         if "kernels" in path.parts:
             continue
         for name in uses(path):
-            assert any(part in last for part in name.split(".")), f"{path.relative_to(SOURCE)} uses {name}, which is not listed here"
+            assert any(part in last for part in name.split(".")), (
+                f"{path.relative_to(SOURCE)} uses {name}, which is not listed here"
+            )
 
 
 def test_every_listed_function_is_used_where_it_says():

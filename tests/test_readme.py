@@ -1,5 +1,5 @@
-"""What README.md and docs/ show works: every Python block runs, README's each alone, a page's in their order in one namespace; every
-command exists.
+"""What README.md and docs/ show works: every Python block runs, README's each alone, a page's in their order in one
+namespace; every command exists.
 
 This machine has no network, so `HERE` replaces the model.
 """
@@ -29,7 +29,9 @@ def blocks(page: str) -> list[tuple[int, str]]:
 
 
 def run(page: str, monkeypatch, folder=ROOT, alone: bool = False, **given) -> tuple[dict, str, list[torch.Tensor]]:
-    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block. `alone`: each in its own."""
+    """The namespace after all blocks, what they print in `folder`, and the tensors named `out`, one a block. `alone`:
+    each in its own.
+    """
     monkeypatch.chdir(folder)
     printed, outs, namespace = io.StringIO(), [], dict(given)
     with contextlib.redirect_stdout(printed):
@@ -49,13 +51,20 @@ def shown(code: str) -> str:
     return re.sub(r"^# ?", "", comments[0], flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("page", "least"), [("README.md", 2), ("docs/quickstart.md", 8), ("docs/export.md", 1), ("docs/evaluation.md", 1)])
+@pytest.mark.parametrize(
+    ("page", "least"), [("README.md", 2), ("docs/quickstart.md", 8), ("docs/export.md", 1), ("docs/evaluation.md", 1)]
+)
 def test_every_block_is_found(page, least):
     assert len(blocks(page)) == (ROOT / page).read_text().count("```python") >= least
 
 
 def test_every_page_with_blocks_is_run():
-    assert {page for page in PAGES if blocks(page)} == {"README.md", "docs/quickstart.md", "docs/export.md", "docs/evaluation.md"}
+    assert {page for page in PAGES if blocks(page)} == {
+        "README.md",
+        "docs/quickstart.md",
+        "docs/export.md",
+        "docs/evaluation.md",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -95,7 +104,8 @@ def test_readme_begins_with_what_it_is_a_picture_and_two_commands_that_exist():
 
 
 MODEL_TYPES = {
-    "Llama 3": "llama", "Qwen 2.5": "qwen2", "Qwen 3": "qwen3", "Qwen 3.5": "qwen3_5_text", "Gemma 2": "gemma2", "Gemma 3": "gemma3_text",
+    "Llama 3": "llama", "Qwen 2.5": "qwen2", "Qwen 3": "qwen3", "Qwen 3.5": "qwen3_5_text", "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3_text",
     "Gemma 4": "gemma4_text", "Mistral": "mistral", "Phi 4": "phi3", "GLM 4": "glm4", "gpt-oss": "gpt_oss",
     "DeepSeek V3": "deepseek_v3", "Kimi": "kimi_linear", "GLM 5": "glm_moe_dsa",
 }  # fmt: skip
@@ -161,7 +171,10 @@ def test_quickstart_runs(monkeypatch):
     assert "a mask is given" in printed  # the reason why a call goes to PyTorch
     # 3 steps, 4 blocks, self and cross attention: not the first step, the outer blocks and the prompt.
     assert "4 of 24 calls in FP8" in printed
-    assert {row.reason for row in namespace["report"].rows if row.name == "blocks.2.attn1"} == {None, "left out by steps"}
+    assert {row.reason for row in namespace["report"].rows if row.name == "blocks.2.attn1"} == {
+        None,
+        "left out by steps",
+    }
 
 
 def test_export_runs(monkeypatch, tmp_path):
@@ -172,7 +185,9 @@ def test_export_runs(monkeypatch, tmp_path):
 
     shutil.copytree(ROOT / "models/stdlib-llama", tmp_path / "MODEL")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "MODEL")
-    calibrate(model, [torch.arange(64)[None]], key_dtype="e4m3", rotate_keys=False).save(tmp_path / "scales.safetensors")
+    calibrate(model, [torch.arange(64)[None]], key_dtype="e4m3", rotate_keys=False).save(
+        tmp_path / "scales.safetensors"
+    )
     _, printed, _ = run("docs/export.md", monkeypatch, tmp_path)
     assert printed.startswith("vllm serve MODEL-FP8-KV --kv-cache-dtype fp8")
 
@@ -186,7 +201,13 @@ def test_evaluation_runs(monkeypatch):
 
     model = AutoModelForCausalLM.from_pretrained(ROOT / "models/stdlib-llama")
     windows, other_windows = torch.arange(66).view(2, 1, 33)
-    given = {"model": model, "windows": windows, "other_windows": other_windows, "FP8Cache": FP8Cache, "AttentionPolicy": AttentionPolicy}
+    given = {
+        "model": model,
+        "windows": windows,
+        "other_windows": other_windows,
+        "FP8Cache": FP8Cache,
+        "AttentionPolicy": AttentionPolicy,
+    }
     namespace, printed, _ = run("docs/evaluation.md", monkeypatch, **given)
     assert printed.startswith("--kv-cache-dtype fp8")
     assert namespace["policy"].skip == namespace["chosen"]
@@ -212,5 +233,9 @@ def test_every_command_exists(page):
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
         known = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
-        assert {word.strip("[]") for word in words if word.strip("[").startswith("--")} <= known, (page, command.name, words)
+        assert {word.strip("[]") for word in words if word.strip("[").startswith("--")} <= known, (
+            page,
+            command.name,
+            words,
+        )
         assert not getattr(command, "commands", {}) or command.name == "evaluate", (page, words)

@@ -132,7 +132,9 @@ def test_weights_add_up_to_one_at_any_scores(size):
 
 def test_the_largest_values_of_float16_stay_finite():
     torch.manual_seed(0)
-    k, v = (torch.full((100, 2, 64), value, dtype=torch.float16) for value in (65504.0, 61440.0))  # E4M3 has 61440, and 65536 after it
+    k, v = (
+        torch.full((100, 2, 64), value, dtype=torch.float16) for value in (65504.0, 61440.0)
+    )  # E4M3 has 61440, and 65536 after it
     cache = PagedKVCache(2, 64)
     cache.append(0, k, v)
     out = attention(torch.randn(100, 2, 64).half(), cache.pages(0), causal=False)
@@ -148,12 +150,16 @@ def test_autocast_leaves_the_arithmetic_alone():
 
 
 def test_storage_error_of_normal_data():
-    """Rounding to E4M3's 3 mantissa bits is 2.6% of noise in K and in V. K's passes through a softmax whose scores have a deviation of 1:
-    the weights, and so the output, get 2.6% of noise of it too: 3.7% in all. INT8 keys have 1.2% of noise: 2.9% in all. Rotated normal data
-    are normal data, so the rotation changes the numbers and no error; by how much the outputs differ is what both errors are."""
+    """Rounding to E4M3's 3 mantissa bits is 2.6% of noise in K and in V. K's passes through a softmax whose scores have
+    a deviation of 1: the weights, and so the output, get 2.6% of noise of it too: 3.7% in all. INT8 keys have 1.2% of
+    noise: 2.9% in all. Rotated normal data are normal data, so the rotation changes the numbers and no error; by how
+    much the outputs differ is what both errors are.
+    """
     torch.manual_seed(0)
     k, v, q = torch.randn(1000, 2, 128), torch.randn(1000, 2, 128), torch.randn(64, 4, 128)
-    exact = F.scaled_dot_product_attention(*(x.transpose(0, 1).double() for x in (q, k, v)), enable_gqa=True).transpose(0, 1)
+    exact = F.scaled_dot_product_attention(*(x.transpose(0, 1).double() for x in (q, k, v)), enable_gqa=True).transpose(
+        0, 1
+    )
     for key_dtype, low, high in (("e4m3", 0.033, 0.042), ("int8", 0.025, 0.033)):
         out = {}
         for rotate_keys in (True, False):
@@ -167,13 +173,15 @@ def test_storage_error_of_normal_data():
 
 
 def test_rotation_takes_the_error_of_channels_that_stand_out():
-    """One channel of K is 50 times larger than the others. In INT8 its step is 50 times theirs; the rotation distributes it over 128
-    channels."""
+    """One channel of K is 50 times larger than the others. In INT8 its step is 50 times theirs; the rotation
+    distributes it over 128 channels."""
     torch.manual_seed(0)
     k, v, q = torch.randn(500, 1, 128), torch.randn(500, 1, 128), torch.randn(64, 2, 128)
     k[..., 9] *= 50
     q[..., 9] /= 50
-    exact = F.scaled_dot_product_attention(*(x.transpose(0, 1).double() for x in (q, k, v)), enable_gqa=True).transpose(0, 1)
+    exact = F.scaled_dot_product_attention(*(x.transpose(0, 1).double() for x in (q, k, v)), enable_gqa=True).transpose(
+        0, 1
+    )
     error = {}
     for rotate_keys in (True, False):
         cache = PagedKVCache(1, 128, rotate_keys=rotate_keys)
@@ -205,7 +213,9 @@ def test_bytes_do_not_depend_on_how_appends_are_cut(key_dtype, rotate_keys, cuts
 
 
 def test_a_nan_in_a_key_marks_the_token_in_e4m3_and_the_page_in_int8():
-    """INT8 has no NaN, and a NaN may not be hidden: the page's scale says it. Other pages and heads, and V, are as they are without."""
+    """INT8 has no NaN, and a NaN may not be hidden: the page's scale says it. Other pages and heads, and V, are as they
+    are without.
+    """
     k, v = torch.randn(2, 200, 2, 64, generator=torch.Generator().manual_seed(0))
     k[3, 1, 5] = torch.nan
     for key_dtype, tokens in (("int8", PAGE_SIZE), ("e4m3", 1)):
@@ -245,7 +255,11 @@ def test_inf_saturates_but_two_in_a_rotated_k_are_nan():
 def test_one_large_key_makes_the_others_of_its_int8_page_coarser():
     """By what docs/numerics.md says, and not those of E4M3."""
     k = torch.randn(128, 1, 128, generator=torch.Generator().manual_seed(0))
-    for key_dtype, factor, low, high in (("int8", 30.0, 0.15, 0.25), ("int8", 100.0, 0.5, 0.75), ("e4m3", 30.0, 0.02, 0.03)):
+    for key_dtype, factor, low, high in (
+        ("int8", 30.0, 0.15, 0.25),
+        ("int8", 100.0, 0.5, 0.75),
+        ("e4m3", 30.0, 0.02, 0.03),
+    ):
         x = k.clone()
         x[60] *= factor
         cache = PagedKVCache(1, 128, key_dtype=key_dtype)
@@ -262,7 +276,9 @@ def test_a_static_mean_takes_an_offset_off():
     plain.append(0, k, v)
     shifted.append(0, k + 100, v + 100)
     for got, want, tolerance in zip(shifted.read(0, 0), plain.read(0, 0), (0.0126, 0.0266), strict=True):
-        assert relative_error(got - 100, want) < 2**0.5 * tolerance  # FP32 at 100 tips some roundings; it is the same size of error
+        assert (
+            relative_error(got - 100, want) < 2**0.5 * tolerance
+        )  # FP32 at 100 tips some roundings; it is the same size of error
     q = torch.randn(8, 2, 64)
     out, lse = attention(q, shifted.pages(0), return_lse=True)
     want, want_lse = expected(q, shifted, 0)
@@ -274,7 +290,9 @@ def test_a_static_mean_takes_an_offset_off():
 @pytest.mark.parametrize("edge", [-1, 0, 1])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_the_first_page_of_a_window(queries, edge):
-    """The first key that is seen is the last of a page, the first of the next, or the one after. Pages to its left have NaN."""
+    """The first key that is seen is the last of a page, the first of the next, or the one after. Pages to its left have
+    NaN.
+    """
     length = 400
     k, v, q = (torch.randn(1, heads, n, 64) for heads, n in ((1, length), (1, length), (2, queries)))
     pages = from_dense(k, v)

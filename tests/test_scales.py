@@ -26,10 +26,21 @@ def layer(seed=0, **changes):
 
 
 def scales(**changes):
-    values = {"layers": {0: layer(0), 2: layer(2)}, "num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM, "model_id": "acme/tiny-7"}
+    values = {
+        "layers": {0: layer(0), 2: layer(2)},
+        "num_layers": 3,
+        "num_kv_heads": HEADS,
+        "head_dim": DIM,
+        "model_id": "acme/tiny-7",
+    }
     return KVScales(
         **values
-        | {"tokens": 4096, "method": "percentile 99.9", "sqnr_db": {0: (31.5, 30.25), 2: (20.0, 10.0)}, "k_offsets": {2: 12.5}}
+        | {
+            "tokens": 4096,
+            "method": "percentile 99.9",
+            "sqnr_db": {0: (31.5, 30.25), 2: (20.0, 10.0)},
+            "k_offsets": {2: 12.5},
+        }
         | changes
     )
 
@@ -43,7 +54,18 @@ def saved(tmp_path):
 
 def test_round_trip(saved):
     loaded, original = KVScales.load(saved), scales()
-    names = ("num_layers", "num_kv_heads", "head_dim", "model_id", "tokens", "method", "sqnr_db", "k_offsets", "key_dtype", "rotate_keys")
+    names = (
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "model_id",
+        "tokens",
+        "method",
+        "sqnr_db",
+        "k_offsets",
+        "key_dtype",
+        "rotate_keys",
+    )
     for name in names:
         assert getattr(loaded, name) == getattr(original, name), name
     assert list(loaded.layers) == [0, 2]
@@ -61,7 +83,10 @@ def test_a_scale_of_q_is_optional(tmp_path, saved):
     scales(layers={0: layer(0, q_scale=q), 2: layer(2)}).save(path)
     loaded = KVScales.load(path)
     assert torch.equal(loaded.layer(0).q_scale, q) and loaded.layer(2).q_scale is None
-    for wrong, message in ((torch.ones(5), r"q_scale must be \[4\] float32, not \[5\]"), (-q, "q_scale must be positive and finite")):
+    for wrong, message in (
+        (torch.ones(5), r"q_scale must be \[4\] float32, not \[5\]"),
+        (-q, "q_scale must be positive and finite"),
+    ):
         with pytest.raises(ValueError, match=message):
             scales(layers={0: layer(0, q_scale=wrong)})
 
@@ -84,7 +109,9 @@ def test_how_keys_are_stored_is_saved(tmp_path, way):
     shape = {"num_layers": 3, "num_kv_heads": HEADS, "head_dim": DIM}
     made.check(**shape, key_dtype=made.key_dtype, rotate_keys=made.rotate_keys)
     with pytest.raises(
-        ValueError, match=r"and the cache has key_dtype='int8', rotate_keys=True; make the cache with the scales' options, or calibrate"
+        ValueError,
+        match=r"and the cache has key_dtype='int8', rotate_keys=True; make the cache with the scales' options, or "
+        r"calibrate",
     ):
         made.check(**shape, key_dtype="int8", rotate_keys=True)
 
@@ -160,7 +187,10 @@ def test_check():
         ({"v_scale": torch.tensor([torch.nan, 1.0])}, "v_scale must be positive and finite"),
         ({"k_mean": torch.full((HEADS, DIM), torch.inf)}, "k_mean must be finite"),
         ({"k_mean": torch.zeros(HEADS, 128)}, r"k_mean must be \[2, 64\] float32, not \[2, 128\]"),
-        ({"k_scale": torch.ones(HEADS, dtype=torch.float64)}, r"k_scale must be \[2\] float32, not \[2\] torch.float64"),
+        (
+            {"k_scale": torch.ones(HEADS, dtype=torch.float64)},
+            r"k_scale must be \[2\] float32, not \[2\] torch.float64",
+        ),
     ],
 )
 def test_values_that_cannot_be(changes, message):
@@ -230,7 +260,9 @@ def test_foreign_files(tmp_path, saved):
 def test_incomplete_files(tmp_path, saved):
     path = tmp_path / "incomplete.safetensors"
     tensors, metadata = load_file(saved), metadata_of(saved)
-    save_file({name: tensor for name, tensor in tensors.items() if "layers.2.self_attn.v_mean" not in name}, path, metadata)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if "layers.2.self_attn.v_mean" not in name}, path, metadata
+    )
     with pytest.raises(ValueError, match="layer 2 has no v_mean"):
         KVScales.load(path)
     save_file(tensors, path, {name: value for name, value in metadata.items() if name != "tokens"})

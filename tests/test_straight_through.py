@@ -76,7 +76,9 @@ def test_a_few_steps_against_it_lower_the_divergence_from_the_exact_model():
         target = exact(ids, cached=False)
     optimizer, divergences = torch.optim.Adam(model.parameters(), lr=1e-4), []
     for _ in range(36):
-        divergence = F.kl_div(model(ids, cached=True).flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean")
+        divergence = F.kl_div(
+            model(ids, cached=True).flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean"
+        )
         divergences.append(divergence.item())
         optimizer.zero_grad()
         divergence.backward()

@@ -1,7 +1,9 @@
-"""The text that the small model is trained on, its tokenizer, and the words that the retrieval tasks (`retrieval.py`) make keys of.
+"""The text that the small model is trained on, its tokenizer, and the words that the retrieval tasks (`retrieval.py`)
+make keys of.
 
-The text is the Python source of the standard library of the interpreter that runs this file. Run it once, where `fp8attn[ruler]` is
-installed, to train the tokenizer, write the held-out modules next to the model, tokenize the rest and write `.train/words.json`:
+The text is the Python source of the standard library of the interpreter that runs this file. Run it once, where
+`fp8attn[ruler]` is installed, to train the tokenizer, write the held-out modules next to the model, tokenize the rest
+and write `.train/words.json`:
 
     python training/data.py
 """
@@ -89,7 +91,9 @@ def train_tokenizer(texts):
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["model"]["vocab_size"], special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=CONFIG["model"]["vocab_size"],
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -110,7 +114,8 @@ def tokenize(tokenizer, texts):
 
 
 def key_words(texts):
-    """Words of the texts that retrieval keys are made of, in training and in the validation while training: two lists, by a hash.
+    """Words of the texts that retrieval keys are made of, in training and in the validation while training: two lists,
+    by a hash.
 
     None of them is, or is part of, an entry of the `wonderwords` lists that RULER's keys come from.
     """

@@ -60,7 +60,10 @@ def print_table(rows):
     """The rows as the Markdown table of the model card."""
     print("| held-out set | bytes | model | xz -9e | gzip -9 |\n| --- | --- | --- | --- | --- |")
     for r in rows:
-        print(f"| {r['case'].partition('-')[2]} | {r['bytes']} | {r['model']:.3f} | {r['xz_9e']:.3f} | {r['gzip_9']:.3f} |")
+        print(
+            f"| {r['case'].partition('-')[2]} | {r['bytes']} | {r['model']:.3f} | {r['xz_9e']:.3f} | {r['gzip_9']:.3f} "
+            f"|"
+        )
 
 
 def main():

@@ -1,9 +1,10 @@
-"""Contexts that teach retrieval in the form of RULER's tasks, of any length, none of whose keys or values RULER can draw.
+"""Contexts that teach retrieval in the form of RULER's tasks, of any length, none of whose keys or values RULER can
+draw.
 
-RULER's `niah_*` keys are pairs of an adjective and a noun of the `wonderwords` lists, or UUIDs; its values are numbers of seven digits, or
-UUIDs. Here keys are pairs of other words (`data.key_words`), strings of letters, and UUIDs; values are numbers of six, eight, or seven
-digits that lead with a zero, which RULER's never do, and UUIDs. (Two random UUIDs are never the same.) Its chains have variables of five
-letters; here they have four or six.
+RULER's `niah_*` keys are pairs of an adjective and a noun of the `wonderwords` lists, or UUIDs; its values are numbers
+of seven digits, or UUIDs. Here keys are pairs of other words (`data.key_words`), strings of letters, and UUIDs; values
+are numbers of six, eight, or seven digits that lead with a zero, which RULER's never do, and UUIDs. (Two random UUIDs
+are never the same.) Its chains have variables of five letters; here they have four or six.
 """
 
 import string
@@ -13,12 +14,14 @@ from itertools import pairwise
 import numpy as np
 
 INTRO = (
-    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{kind} afterwards.\n"
 )
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
-# A statement, and a question about it with its answer: steps towards RULER's, with less between key and value, and RULER's. With three
-# tokens between them, and no steps, a model of this size had not begun to look keys up after 350 million tokens.
+# A statement, and a question about it with its answer: steps towards RULER's, with less between key and value, and
+# RULER's. With three tokens between them, and no steps, a model of this size had not begun to look keys up after 350
+# million tokens.
 FORMS = (
     ("{key} {value}\n", "{key} {value}\n"),
     ("{key}: {value}\n", "{key}: {value}\n"),
@@ -34,8 +37,9 @@ RULER = (0.0,) * (len(FORMS) - 1) + (1.0,)
 
 CHAIN = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-    "Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable "
-    "assignment in the text above, {count} variables are assgined the value {value}, they are: ",  # (sic)
+    "Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
+    "chain(s) of variable assignment in the text above, {count} variables are assgined the value {value}, they are: ",
+    # (sic)
 )
 
 
@@ -45,7 +49,8 @@ class RetrievalTask:
     Args:
         tokenizer: the model's (of the `tokenizers` library).
         words: what keys are made of.
-        text: an array of token ids that some contexts hide their statements in, and that fills every context up to its length.
+        text: an array of token ids that some contexts hide their statements in, and that fills every context up to its
+            length.
         seed: of everything.
     """
 
@@ -72,7 +77,8 @@ class RetrievalTask:
         stated, asked = FORMS[self.rng.choice(len(FORMS), p=forms)]
         haystack = "statements" if ruler_only else self.rng.choice(["statements", "text", "noise"], p=[0.7, 0.2, 0.1])
         intro = self._encode([INTRO.format(kind=kind)])[0] if stated == FORMS[-1][0] else []
-        # As many as would fill the context; in text and noise few. Short contexts of few pairs are where looking up begins.
+        # As many as would fill the context; in text and noise few. Short contexts of few pairs are where looking up
+        # begins.
         most = max(2, length // 24)
         pairs = most if haystack == "statements" else int(self.rng.integers(1, min(most, 9)))
         if haystack == "statements" and not ruler_only and self.rng.random() < 0.25:
@@ -106,7 +112,10 @@ class RetrievalTask:
             return ["".join(self.rng.choice(letters, self.rng.integers(6, 12))) for _ in range(count)]
         fewest = min(len(self.words), 16 + int(count**0.5))
         first, second = (
-            self.rng.choice(self.words, int(np.exp(self.rng.uniform(np.log(fewest), np.log(len(self.words))))), replace=False) for _ in "ab"
+            self.rng.choice(
+                self.words, int(np.exp(self.rng.uniform(np.log(fewest), np.log(len(self.words))))), replace=False
+            )
+            for _ in "ab"
         )
         pairs = self.rng.choice(len(first) * len(second), count, replace=False)
         return [f"{first[n // len(second)]}-{second[n % len(second)]}" for n in pairs.tolist()]
@@ -138,7 +147,9 @@ class RetrievalTask:
             start = int(self.rng.integers(len(self.text) - max(space, 1)))
             part = self.text[start : start + max(space, 0)]
             breaks = [x.tolist() for x in np.split(part, np.flatnonzero(part == self.newline) + 1)]
-        for line, at in sorted(zip(lines, self.rng.integers(len(breaks) + 1, size=len(lines)), strict=True), key=lambda p: -p[1]):
+        for line, at in sorted(
+            zip(lines, self.rng.integers(len(breaks) + 1, size=len(lines)), strict=True), key=lambda p: -p[1]
+        ):
             breaks.insert(at, line)
         return [t for part in breaks for t in part]
 
@@ -164,7 +175,9 @@ class RetrievalTask:
         return self._assemble(length, [*shown, *answer, *gap], [(prompt, last, [self.newline])])
 
     def _assemble(self, length, hay, asks):
-        """The context after the tail of another text and an end of text, which fill it up; cut at the start if it is too long."""
+        """The context after the tail of another text and an end of text, which fill it up; cut at the start if it is
+        too long.
+        """
         tokens, learned = list(hay), [False] * len(hay)
         for prompt, answer, end in asks:
             tokens += [*prompt, *answer, *end]

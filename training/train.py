@@ -3,9 +3,10 @@
     python training/train.py --minutes 28 --out .train/run [--stop-after 540]
     torchrun --nproc-per-node 4 training/train.py --minutes 7 --out .train/run
 
-The schedules of the learning rate and of the context length follow the share of `--minutes` that has passed. The state is kept in
-`<out>/state.pt`, under 64 MiB: started again with the same --out and --minutes, on whatever machine, the run goes on from there. The
-weights of the best evaluation at the greatest length so far go to `<out>/best` in transformers' format.
+The schedules of the learning rate and of the context length follow the share of `--minutes` that has passed. The state
+is kept in `<out>/state.pt`, under 64 MiB: started again with the same --out and --minutes, on whatever machine, the run
+goes on from there. The weights of the best evaluation at the greatest length so far go to `<out>/best` in transformers'
+format.
 """
 
 import argparse
@@ -28,18 +29,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-# In order of choice. cuDNN's is the faster on Hopper, where attention is most of a long step; none but these two is an option there, since
-# the others hold scores of [length, length].
+# In order of choice. cuDNN's is the faster on Hopper, where attention is most of a long step; none but these two is an
+# option there, since the others hold scores of [length, length].
 FAST_ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def check_lengths(settings):
     """Raises ValueError if a step has no room for a context of the curriculum."""
-    longest, room = max(length for stage in settings["curriculum"] for length in stage["lengths"]), settings["tokens_per_step"]
+    longest, room = (
+        max(length for stage in settings["curriculum"] for length in stage["lengths"]),
+        settings["tokens_per_step"],
+    )
     if longest > room:
         raise ValueError(
-            f"config.json: the curriculum has contexts of {longest:,} tokens, and a step has {room:,} (train.tokens_per_step): "
-            f"set tokens_per_step to {longest} or more, or take longer lengths out of train.curriculum"
+            f"config.json: the curriculum has contexts of {longest:,} tokens, and a step has {room:,} "
+            f"(train.tokens_per_step): set tokens_per_step to {longest} or more, or take longer lengths out of "
+            f"train.curriculum"
         )
 
 
@@ -64,20 +69,27 @@ class RetrievalBatches(IterableDataset):
             # All processes take the same length in a step, or they would wait for each other.
             length = int(np.random.default_rng([self.seed, step]).choice(stage["lengths"]))
             whole = self.settings["tokens_per_step"]
-            rows = whole // self.share // length or whole // length  # no third number of tokens, which would be compiled for
+            rows = (
+                whole // self.share // length or whole // length
+            )  # no third number of tokens, which would be compiled for
             retrieval = int(rows * stage["retrieval"] + task.rng.random())  # a step of one row is the one or the other
             empty = np.zeros((0, length + 1), np.int32), np.zeros((0, length + 1), bool)
             yield rows, *(task.batch(retrieval, length + 1, forms=stage["forms"]) if retrieval else empty)
 
 
 class Evaluation:
-    """Loss on the held-out modules, and the share of `niah_multikey_2` contexts answered, at each length that was trained so far."""
+    """Loss on the held-out modules, and the share of `niah_multikey_2` contexts answered, at each length that was
+    trained so far.
+    """
 
     def __init__(self, tokenizer, words, settings, device):
         self.settings, self.device = settings, device
         tokens = tokenize(tokenizer, [text for _, text in read_held_out()])
         length = 4096
-        windows = [tokens[i * length : (i + 1) * length + 1].astype(np.int32) for i in range(min(64, (len(tokens) - 1) // length))]
+        windows = [
+            tokens[i * length : (i + 1) * length + 1].astype(np.int32)
+            for i in range(min(64, (len(tokens) - 1) // length))
+        ]
         self.text = torch.from_numpy(np.stack(windows))
         self.task = RetrievalTask(tokenizer, words, tokens, 1)
         self.retrieval = {}
@@ -88,7 +100,10 @@ class Evaluation:
         parts = self.text.split(16)
         result = {"held_out": sum(model(part.to(self.device), dtype)[0].mean().item() for part in parts) / len(parts)}
         longest = max(
-            length for stage in self.settings["curriculum"] for length in stage["lengths"] if stage_begins(self.settings, stage) <= progress
+            length
+            for stage in self.settings["curriculum"]
+            for length in stage["lengths"]
+            if stage_begins(self.settings, stage) <= progress
         )
         for length in (256, 2048, 8192, 32768, 131072):
             if length <= longest:
@@ -139,9 +154,14 @@ def compact(optimizer):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, required=True, help="training time of all runs together, without compilation")
     parser.add_argument(
-        "--stop-after", type=float, default=math.inf, help="seconds, all told, after which this run saves its state and ends"
+        "--minutes", type=float, required=True, help="training time of all runs together, without compilation"
+    )
+    parser.add_argument(
+        "--stop-after",
+        type=float,
+        default=math.inf,
+        help="seconds, all told, after which this run saves its state and ends",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the log, the state and the weights")
     args = parser.parse_args()
@@ -150,7 +170,9 @@ def main():
 
 
 def train(args):
-    """One run: from the last state to the end of the budget, or of this run's time. Every GPU has a process, and the first one reports."""
+    """One run: from the last state to the end of the budget, or of this run's time. Every GPU has a process, and the
+    first one reports.
+    """
     began = time.monotonic()
     settings = CONFIG["train"]
     check_lengths(settings)
@@ -188,7 +210,9 @@ def train(args):
         model.load_state_dict(saved["model"])
         for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
-    torch.manual_seed(settings["seed"] + step * share + rank)  # other texts and contexts than another run or process has
+    torch.manual_seed(
+        settings["seed"] + step * share + rank
+    )  # other texts and contexts than another run or process has
     budget = args.minutes * 60
     progress = multiprocessing.Value("d", elapsed / budget)
     batches = iter(
@@ -239,7 +263,9 @@ def train(args):
             compiled.add(length)
             fresh_began = read_clock()
         starts = torch.randint(len(text) - length - 1, (plain, 1), device=device)
-        inputs = torch.cat([text[starts + torch.arange(length + 1, device=device)], contexts.to(device, non_blocking=True)])
+        inputs = torch.cat(
+            [text[starts + torch.arange(length + 1, device=device)], contexts.to(device, non_blocking=True)]
+        )
         learned = learned[:, 1:].to(device, non_blocking=True)
 
         # Only the text is seen again and again; the retrieval contexts are new each time and need no dropout.
@@ -282,7 +308,8 @@ def train(args):
             last_log, logged_tokens = now, tokens
         if rank == 0 and (now - last_eval > settings["eval_seconds"] or over):
             result = evaluate(model, dtype, progress.value)
-            # Retrieval counts for as much as text: a percent of contexts missed weighs 0.01 nats. A greater length comes first.
+            # Retrieval counts for as much as text: a percent of contexts missed weighs 0.01 nats. A greater length
+            # comes first.
             *_, (name, right) = result.items()
             score = result["held_out"] + 1 - right
             longest = int(name.removeprefix("retrieval_"))

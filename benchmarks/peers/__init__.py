@@ -1,8 +1,8 @@
 """The peers: other systems' attention, as callables on one problem.
 
-A file of this folder with a `PEER` is one system (`peer.Peer` says what it consists of); a new file adds a system everywhere: to
-`make peers`, the benchmarks, tables and pictures. Libraries come from `.peers/`. A system whose libraries are missing, or that cannot do a
-case, is left out, with the reason printed.
+A file of this folder with a `PEER` is one system (`peer.Peer` says what it consists of); a new file adds a system
+everywhere: to `make peers`, the benchmarks, tables and pictures. Libraries come from `.peers/`. A system whose
+libraries are missing, or that cannot do a case, is left out, with the reason printed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DECODE = tuple(impl for impl, call in CALLS.items() if call.decode)
 
 
 def of(impl: str) -> str | None:
-    """The file of the peer that an implementation is a call of. In `engine`, `-split` is a call of two parts, and pages are not named. In
-    `needle`, options of a call are behind a colon."""
+    """The file of the peer that an implementation is a call of. In `engine`, `-split` is a call of two parts, and pages
+    are not named. In `needle`, options of a call are behind a colon."""
     plain = impl.removesuffix("-split").partition(":")[0]
     return next((name for name, peer in PEERS.items() if {plain, f"{plain}-paged"} & peer.calls.keys()), None)
 
@@ -56,7 +56,9 @@ def releases(impls: Iterable[str]) -> dict[str, str]:
     return {name: PEERS[name].release() for name in sorted(names & available())} if names else {}
 
 
-def runs(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = PREFILL) -> dict[str, Run]:
+def runs(
+    shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Iterable[str] = PREFILL
+) -> dict[str, Run]:
     """The installed peers that support the problem, on the same `q`, `k` and `v` in 16 bits."""
     found = {}
     for name in names:

@@ -1,8 +1,10 @@
-"""Comfy Kitchen's INT8 attention, which ComfyUI has built in: Q, K, V and the weights in 8-bit integers, P·V summed in INT32 by tile.
+"""Comfy Kitchen's INT8 attention, which ComfyUI has built in: Q, K, V and the weights in 8-bit integers, P·V summed in
+INT32 by tile.
 
-Its own quantization runs: Q and K rotated (signs, then Hadamard), K without one of its rows where that makes the range smaller; a scale
-for each thread's rows of Q (4 of 32, 8 apart) and of K (32 of 128), and for each channel of V. `comfy` is its kernel alone, `comfy-call`
-the whole call, BF16 in and out. Its kernels are for GPUs from Turing on: `mma.sync`, no `wgmma`.
+Its own quantization runs: Q and K rotated (signs, then Hadamard), K without one of its rows where that makes the range
+smaller; a scale for each thread's rows of Q (4 of 32, 8 apart) and of K (32 of 128), and for each channel of V. `comfy`
+is its kernel alone, `comfy-call` the whole call, BF16 in and out. Its kernels are for GPUs from Turing on: `mma.sync`,
+no `wgmma`.
 """
 
 from __future__ import annotations
@@ -68,24 +70,33 @@ class Quantized:
         new = partial(torch.empty, device=DEVICE)
         return cls(
             new(q.shape, dtype=torch.int8), new(batch, q.shape[1], queries * 32), new(k.shape, dtype=torch.int8),
-            new(batch, heads, keys * 4), new(batch * heads * dim, keys * BLOCK, dtype=torch.int8), new(batch * heads * dim),
+            new(batch, heads, keys * 4), new(batch * heads * dim, keys * BLOCK, dtype=torch.int8),
+            new(batch * heads * dim),
             new(batch, heads, dtype=torch.int32),
         )  # fmt: skip
 
     def fill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        torch.ops.fp8attn_comfy.quantize(q, k, v, self.q, self.q_scale, self.k, self.k_scale, self.v, self.v_scale, self.anchor)
+        torch.ops.fp8attn_comfy.quantize(
+            q, k, v, self.q, self.q_scale, self.k, self.k_scale, self.v, self.v_scale, self.anchor
+        )
 
     def attend(self, out: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """`out [B, H, S, D]`."""
-        torch.ops.fp8attn_comfy.attend(self.q, self.k, self.v, out, self.q_scale, self.k_scale, self.v_scale, softmax_scale)
+        torch.ops.fp8attn_comfy.attend(
+            self.q, self.k, self.v, out, self.q_scale, self.k_scale, self.v_scale, softmax_scale
+        )
         return out
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the bytes stand for, `[B, H, S, D]` float32. Q and K are rotated, and K's row is subtracted: the weights stay the same."""
+        """What the bytes stand for, `[B, H, S, D]` float32. Q and K are rotated, and K's row is subtracted: the weights
+        stay the same.
+        """
         row = lambda x: torch.arange(x.shape[2], device=x.device)  # noqa: E731
         of_q, of_k = row(self.q) // 32 * 8 + row(self.q) % 8, row(self.k) // BLOCK * 4 + row(self.k) % 8 // 2
         batch, heads, length, dim = self.k.shape
-        tokens = self.v.unflatten(1, (-1, 16))[:, :, torch.tensor(ORDER, device=self.v.device).argsort()].flatten(1)[:, :length]
+        tokens = self.v.unflatten(1, (-1, 16))[:, :, torch.tensor(ORDER, device=self.v.device).argsort()].flatten(1)[
+            :, :length
+        ]
         v = (tokens.float() * self.v_scale[:, None]).view(batch, heads, dim, length).transpose(2, 3)
         return self.q * self.q_scale[:, :, of_q, None], self.k * self.k_scale[:, :, of_k, None], v
 

@@ -1,4 +1,6 @@
-"""cuDNN's FP8 graph, of the newest cuDNN if it is collected: one scale a tensor, P by 256, FP8 out, sums in the tensor core."""
+"""cuDNN's FP8 graph, of the newest cuDNN if it is collected: one scale a tensor, P by 256, FP8 out, sums in the tensor
+core.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from . import dense
 from .peer import Call, Peer, Wheel, import_wheel, library
 from .rounded import by_heads
 
-# Of a wheel of 517 MB, what attention needs: the graphs, and the engines that are compiled when a plan is built. NVIDIA's own small cuDNN,
-# `nvidia-cudnn-jit-cu13`, has the same libraries, and appears later.
+# Of a wheel of 517 MB, what attention needs: the graphs, and the engines that are compiled when a plan is built.
+# NVIDIA's own small cuDNN, `nvidia-cudnn-jit-cu13`, has the same libraries, and appears later.
 LIBRARIES = ("cudnn_graph", "cudnn_engines_runtime_compiled")
 SCALE_P = 256.0  # P is at most one; E4M3 ends at 448
 
@@ -50,7 +52,9 @@ def attention(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 @lru_cache
 def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal: bool):
-    """A built plan for data of these shapes: (graph, handle, inputs, output, scales, other outputs). Scales: Q, K, V, P twice, output."""
+    """A built plan for data of these shapes: (graph, handle, inputs, output, scales, other outputs). Scales: Q, K, V, P
+    twice, output.
+    """
     import cudnn
 
     handle = cudnn.create_handle()
@@ -58,11 +62,17 @@ def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal
     fp8, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(io_data_type=fp8, intermediate_data_type=fp32, compute_data_type=fp32, handle=handle)
     shapes = ("q", q_shape, q_stride), ("k", k_shape, k_stride), ("v", v_shape, v_stride)
-    inputs = [graph.tensor(name=name, dim=list(shape), stride=list(stride), data_type=fp8) for name, shape, stride in shapes]
+    inputs = [
+        graph.tensor(name=name, dim=list(shape), stride=list(stride), data_type=fp8) for name, shape, stride in shapes
+    ]
     names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
     scales = {name: graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=fp32) for name in names}
     output, _, *amaxes = graph.sdpa_fp8(
-        **dict(zip("qkv", inputs, strict=True)), **scales, is_inference=True, attn_scale=q_shape[-1] ** -0.5, use_causal_mask=causal
+        **dict(zip("qkv", inputs, strict=True)),
+        **scales,
+        is_inference=True,
+        attn_scale=q_shape[-1] ** -0.5,
+        use_causal_mask=causal,
     )
     output.set_output(True).set_dim(list(q_shape)).set_stride(list(q_stride))
     for amax in amaxes:
@@ -78,8 +88,8 @@ def _cudnn_graph(q_shape, q_stride, k_shape, k_stride, v_shape, v_stride, causal
 def load() -> None:
     """Load the newest cuDNN's libraries, if they are there, and the frontend.
 
-    `libcudnn`, which torch has loaded, opens the others by name when it is first called, and finds these: torch's own calls go to the
-    newest cuDNN, too.
+    `libcudnn`, which torch has loaded, opens the others by name when it is first called, and finds these: torch's own
+    calls go to the newest cuDNN, too.
     """
     with contextlib.suppress(FileNotFoundError):
         for path in [library(name) for name in LIBRARIES]:

@@ -1,4 +1,6 @@
-"""FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA: one scale a KV head, sums in the tensor core."""
+"""FlashAttention-3 (`fa3-fwd`), the kernel behind PyTorch's quantized SDPA: one scale a KV head, sums in the tensor
+core.
+"""
 
 from __future__ import annotations
 

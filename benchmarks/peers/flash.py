@@ -15,7 +15,13 @@ from .rounded import by_heads
 
 
 def forward(
-    build: str, shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Sequence[torch.Tensor] = (), **options
+    build: str,
+    shape: Shape,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: Sequence[torch.Tensor] = (),
+    **options,
 ) -> Callable[[], torch.Tensor]:
     """A call of a build by the names in its schema; it returns `[T, num_q_heads, head_dim]`.
 

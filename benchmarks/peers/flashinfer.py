@@ -1,8 +1,9 @@
 """FlashInfer: XQA for decode steps and fmha_v2 for prompts, both of TensorRT-LLM, over pages in FP8.
 
-`make peers` compiles the two modules that FlashInfer's JIT would compile for these shapes; they are called with the arguments of
-`flashinfer.decode.xqa_batch_decode_with_kv_cache` and `flashinfer.prefill.trtllm_fmha_v2_prefill`. XQA takes Q in BF16, rounds it itself,
-and has one scale for K and V together; fmha_v2 takes Q in FP8 and one scale for each of Q, K and V. Both sum all tokens in the tensor core.
+`make peers` compiles the two modules that FlashInfer's JIT would compile for these shapes; they are called with the
+arguments of `flashinfer.decode.xqa_batch_decode_with_kv_cache` and `flashinfer.prefill.trtllm_fmha_v2_prefill`. XQA
+takes Q in BF16, rounds it itself, and has one scale for K and V together; fmha_v2 takes Q in FP8 and one scale for each
+of Q, K and V. Both sum all tokens in the tensor core.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ def prefill(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
     def call() -> torch.Tensor:
         run(
-            q8.bits, k_pages, v_pages, out, room, WORKSPACE, cache.table, pages.SIZE, cache.used, *bounds, "q_paged_kv_hnd",
-            max(shape.queries), max(shape.keys), len(shape.keys), mask, 1.0, *scales, -1, 0, False, 0.0, 0.0, None, None,
+            q8.bits, k_pages, v_pages, out, room, WORKSPACE, cache.table, pages.SIZE, cache.used, *bounds,
+            "q_paged_kv_hnd",
+            max(shape.queries), max(shape.keys), len(shape.keys), mask, 1.0, *scales, -1, 0, False, 0.0, 0.0, None,
+            None,
         )  # fmt: skip
         return out
 
@@ -67,7 +70,8 @@ def decode(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> R
 
     def call() -> torch.Tensor:
         run(
-            True, sms, shape.kv_heads, 0, q_scale, None, out[:, None], 1.0, q[:, None], None, cache.k, cache.v, None, None, cache.table,
+            True, sms, shape.kv_heads, 0, q_scale, None, out[:, None], 1.0, q[:, None], None, cache.k, cache.v, None,
+            None, cache.table,
             longest, cache.used[:, None], len(shape.keys), kv_scale, None, 1, None, None, semaphores, scratch, True,
         )  # fmt: skip
         return out
@@ -92,7 +96,9 @@ def _workspace() -> torch.Tensor:
 
 def fmha_sources(source: Path, folder: Path) -> list[Path]:
     """The files that FlashInfer's generator writes for a kernel a head_dim: FP8 in, BF16 out, over pages."""
-    made = subprocess.run([sys.executable, "-c", GENERATE, source, folder, *map(str, FMHA_DIMS)], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-c", GENERATE, source, folder, *map(str, FMHA_DIMS)], capture_output=True, text=True
+    )
     if made.returncode:
         raise LookupError(f"FlashInfer's generator: {made.stderr.strip().splitlines()[-1]}")
     return sorted(folder.glob("*.cu"))
@@ -115,7 +121,8 @@ module("flashinfer.jit.utils", write_if_different=lambda path, text: path.write_
 from flashinfer.jit.attention.fmha_v2 import fmha_library as made
 specs = []
 for dim in map(int, sys.argv[3:]):
-    spec = made.generate_kernel_spec(90, dim, "e4m3", alibi=False, input_layout=made.InputLayout.Q_PAGED_KV, output_dtype="bf16")
+    layout = made.InputLayout.Q_PAGED_KV
+    spec = made.generate_kernel_spec(90, dim, "e4m3", alibi=False, input_layout=layout, output_dtype="bf16")
     file, launcher, kernel = made.encode_name(spec)
     folder.joinpath(file).write_text(made.get_kernel_code(spec, kernel, launcher))
     specs.append((spec, file, launcher, kernel))
@@ -127,12 +134,15 @@ FLASHINFER_FLAGS = (
     "-use_fast_math", "-DNDEBUG",
     *(f"-DFLASHINFER_ENABLE_{name}" for name in ("F16", "BF16", "FP8_E4M3", "FP8_E5M2", "FP8_E8M0", "FP4_E2M1")),
 )  # fmt: skip
-# As `flashinfer.jit.xqa.gen_xqa_module` for BF16 queries, FP8 pages of 64 tokens, head_dim 128 and 4 query heads a KV head.
+# As `flashinfer.jit.xqa.gen_xqa_module` for BF16 queries, FP8 pages of 64 tokens, head_dim 128 and 4 query heads a KV
+# head.
 XQA_FLAGS = tuple(
     f"-D{name}"
     for name in (
-        "BEAM_WIDTH=1", "USE_INPUT_KV=0", "USE_CUSTOM_BARRIER=1", "TOKENS_PER_PAGE=64", "HEAD_ELEMS=128", "INPUT_FP16=0",
-        "DTYPE=__nv_bfloat16", "CACHE_ELEM_ENUM=2", "HEAD_GRP_SIZE=4", "SLIDING_WINDOW=0", "LOW_PREC_OUTPUT=0", "SPEC_DEC=0",
+        "BEAM_WIDTH=1", "USE_INPUT_KV=0", "USE_CUSTOM_BARRIER=1", "TOKENS_PER_PAGE=64", "HEAD_ELEMS=128",
+        "INPUT_FP16=0",
+        "DTYPE=__nv_bfloat16", "CACHE_ELEM_ENUM=2", "HEAD_GRP_SIZE=4", "SLIDING_WINDOW=0", "LOW_PREC_OUTPUT=0",
+        "SPEC_DEC=0",
         "MLA_WRAPPER=0", "USE_SM90_MHA=1",
     )
 )  # fmt: skip
@@ -151,7 +161,8 @@ SOURCES = (
         name="flashinfer_xqa",
         source=RELEASE,
         files=tuple(
-            f"{DATA}/csrc/{name}" for name in ("xqa/mha_sm90.cu", "xqa/xqa_wrapper.cu", "xqa/tensorMap.cpp", "flashinfer_xqa_binding.cu")
+            f"{DATA}/csrc/{name}" for name in ("xqa/mha_sm90.cu", "xqa/xqa_wrapper.cu", "xqa/tensorMap.cpp",
+            "flashinfer_xqa_binding.cu")
         ),
         includes=(f"{DATA}/include", f"{DATA}/csrc", f"{DATA}/cutlass/include"),
         flags=(*FLASHINFER_FLAGS, *XQA_FLAGS),

@@ -1,7 +1,7 @@
 """HPC-Ops (Tencent): attention over pages in FP8, as vLLM's backend for it calls it.
 
-Q has a scale a token and head, K and V one each; P is scaled by 256. Both kernels sum products of P and V in two levels: with V of mean 1
-they are 0.2% off at 128k tokens. head_dim 128, causal, the softmax scale `1 / sqrt(head_dim)`.
+Q has a scale a token and head, K and V one each; P is scaled by 256. Both kernels sum products of P and V in two
+levels: with V of mean 1 they are 0.2% off at 128k tokens. head_dim 128, causal, the softmax scale `1 / sqrt(head_dim)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ SOURCE = Source(
     name="hpc_ops",
     source="https://github.com/Tencent/hpc-ops@6e2eced",
     files=(
-        *(f"{SOURCES}/{name}" for name in ("entry.cc", "prefill/prefill.cc", "decode/decode.cc", "decode/assign_task.cu")),
+        *(f"{SOURCES}/{name}" for name in ("entry.cc", "prefill/prefill.cc", "decode/decode.cc",
+        "decode/assign_task.cu")),
         "src/utils/utils.cc", f"{SOURCES}/prefill/warp_spec_with_kvcache_fp8_dim128.cu",
         f"{SOURCES}/decode/sm90/dynamic/smallm_fp8_qpertoken_perhead_kvpertensor_dim128_dynamic.cu",
     ),
@@ -67,7 +68,22 @@ def decode(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> R
     plan = _plan(shape.keys, shape.kv_heads)
     flags = torch.zeros(len(shape.keys), shape.kv_heads, dtype=torch.int32, device=DEVICE)
     op = torch.ops.hpc.attention_decode_fp8
-    args = (q8.bits, cache.k, cache.v, cache.table, cache.used, q_scale, *scales, 0, True, SCALES, True, plan, flags, None)
+    args = (
+        q8.bits,
+        cache.k,
+        cache.v,
+        cache.table,
+        cache.used,
+        q_scale,
+        *scales,
+        0,
+        True,
+        SCALES,
+        True,
+        plan,
+        flags,
+        None,
+    )
     return Run(lambda: op(*args), q8, held)
 
 

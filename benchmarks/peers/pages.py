@@ -30,7 +30,8 @@ class Pages:
 
 
 def fill(shape: Shape, k: torch.Tensor, v: torch.Tensor, *, heads_first: bool) -> Pages:
-    """Pages that hold `k` and `v [tokens, num_kv_heads, head_dim]`. They are in random order; behind a sequence's end they are zero.
+    """Pages that hold `k` and `v [tokens, num_kv_heads, head_dim]`. They are in random order; behind a sequence's end
+    they are zero.
 
     Args:
         heads_first: the tokens of a page's head are neighbors in memory.

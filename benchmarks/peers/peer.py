@@ -30,7 +30,8 @@ class Wheel:
 
     Attributes:
         release: `name==version`.
-        libraries: by name, the path in the wheel of each library that is kept as `.peers/NAME.so.xz`; none: the wheel is kept.
+        libraries: by name, the path in the wheel of each library that is kept as `.peers/NAME.so.xz`; none: the wheel
+            is kept.
     """
 
     release: str
@@ -126,8 +127,8 @@ def import_wheel(module: str, name: str) -> None:
 
 
 def unpacked(name: str, unpack: Callable[[Path], object]) -> Path:
-    """A path below `UNPACKED`, which `unpack` creates once. Several processes may unpack it at the same time: it is complete, or it does
-    not exist."""
+    """A path below `UNPACKED`, which `unpack` creates once. Several processes may unpack it at the same time: it is
+    complete, or it does not exist."""
     UNPACKED.mkdir(exist_ok=True)
     path = UNPACKED / name
     if not path.exists():

@@ -1,7 +1,8 @@
 """SageAttention's kernel for SM90: Q and K in INT8, V in FP8, the products of P and V summed in two levels.
 
-Its own quantization, written again (`sageattention.core.sageattn_qk_int8_pv_fp8_cuda_sm90`): K without its mean; a scale for each thread
-that holds rows of Q (two rows of 16, 8 apart) and of K (32 of 128); a scale for each channel of V. Only the kernel is timed.
+Its own quantization, written again (`sageattention.core.sageattn_qk_int8_pv_fp8_cuda_sm90`): K without its mean; a
+scale for each thread that holds rows of Q (two rows of 16, 8 apart) and of K (32 of 128); a scale for each channel of
+V. Only the kernel is timed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def attention(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     return Run(call, given[0], shape.split(*given[1:]))
 
 
-def _by_thread(x: torch.Tensor, block: int, owner: Callable, threads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """INT8 rows, the scales of the threads `[B, H, blocks * threads]` (of 64 rows at least), and those of the rows `[B, H, S, 1]`.
+def _by_thread(
+    x: torch.Tensor, block: int, owner: Callable, threads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """INT8 rows, the scales of the threads `[B, H, blocks * threads]` (of 64 rows at least), and those of the rows
+    `[B, H, S, 1]`.
 
     Args:
         x: `[B, H, S, D]`.

@@ -17,9 +17,11 @@ _registered: list[torch.library.Library] = []
 
 
 def load() -> None:
-    """Import torchao, and make FlashAttention-3 torch's flash backend, for the whole process, as torchao asks of its users.
+    """Import torchao, and make FlashAttention-3 torch's flash backend, for the whole process, as torchao asks of its
+    users.
 
-    torch looks for the package `flash_attn_interface` and calls `flash_attn_3::fwd`, which is `fa3_fwd::fwd` by another name.
+    torch looks for the package `flash_attn_interface` and calls `flash_attn_3::fwd`, which is `fa3_fwd::fwd` by another
+    name.
     """
     fa3.PEER.load()
     import_wheel("torchao", "torchao")

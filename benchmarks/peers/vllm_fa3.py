@@ -17,7 +17,8 @@ WHEEL = Wheel("vllm==0.22.0", {"vllm_fa3": "vllm/vllm_flash_attn/_vllm_fa3_C.abi
 
 
 def dense(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> Callable[[], torch.Tensor]:
-    """Its forward over rows, or in a decode step of equal lengths over a cache `[batch, tokens, num_kv_heads, head_dim]`.
+    """Its forward over rows, or in a decode step of equal lengths over a cache
+    `[batch, tokens, num_kv_heads, head_dim]`.
 
     Args:
         q: `[T, num_q_heads, head_dim]`; k, v: `[tokens, num_kv_heads, head_dim]`; float8_e4m3fn or 16 bits.

@@ -1,6 +1,7 @@
 """The tables and numbers of README.md and docs/ that come from results: one module a subject, one function a table.
 
-The text between `<!-- results: NAME -->` and `<!-- /results -->` is what the function of that name returns (`writing.block`).
+The text between `<!-- results: NAME -->` and `<!-- /results -->` is what the function of that name returns
+(`writing.block`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def filled(text: str) -> str:
     def fill(match: re.Match) -> str:
         name, line = match.groups()
         made = BLOCKS[name]()
-        gap = "\n" if line and made.rpartition("\n")[2].startswith("|") else ""  # Markdown's tables begin and end with an empty line
+        gap = (
+            "\n" if line and made.rpartition("\n")[2].startswith("|") else ""
+        )  # Markdown's tables begin and end with an empty line
         return f"<!-- results: {name} -->{line}{gap}{made}{gap}{line}<!-- /results -->"
 
     return BLOCK.sub(fill, text)

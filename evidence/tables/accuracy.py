@@ -10,11 +10,14 @@ from .kernels import PREFILL_IMPLS, SINGLE_LEVEL
 from .writing import block, span, table
 
 SYSTEMS = {
-    "bf16": "BF16", "fp8attn": "fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys", "fa3-fp8": "FA3 FP8, scales of one",
+    "bf16": "BF16", "fp8attn": "fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys",
+    "fa3-fp8": "FA3 FP8, scales of one",
     "fa3-fp8:calibrated": "FA3 FP8, calibrated", "fa3-fp8:calibrated+means": "FA3 FP8, calibrated, means off",
     "vllm-fa3-fp8:calibrated": "vLLM's FA3, calibrated",
 }  # fmt: skip
-STRESS = {"as trained": "niah_multikey_2-S131072"} | {f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)}
+STRESS = {"as trained": "niah_multikey_2-S131072"} | {
+    f"stress {n}": f"niah_multikey_2-stress{n}-S131072" for n in (1, 2, 3)
+}
 
 
 def errors(rows: Iterable[dict], key: str) -> list[tuple[str, str, float]]:
@@ -35,9 +38,14 @@ def single_level_off(found: Iterable[tuple[str, str, float]], length: int) -> st
 def prefill_error() -> str:
     """The error for V of mean 1, from both benchmarks that measure it."""
     found = errors(latest("prefill")[1].values(), "rel_err_mean1")
-    found += errors((row for row in latest("accuracy")[1].values() if re.match("(causal|full)-mean1", row["case"])), "rel_err")
+    found += errors(
+        (row for row in latest("accuracy")[1].values() if re.match("(causal|full)-mean1", row["case"])), "rel_err"
+    )
     short, long = (single_level_off(found, n) for n in (16384, 131072))
-    return f"single-level kernels are {short} off at 16k tokens and {long} at 128k, ours at most {ours_off(found)} at any length"
+    return (
+        f"single-level kernels are {short} off at 16k tokens and {long} at 128k, ours at most {ours_off(found)} at any "
+        f"length"
+    )
 
 
 @block("prefill")
@@ -51,7 +59,10 @@ def long_error() -> str:
 def accumulation() -> str:
     title, here = latest("accumulation")
     cases = lengths(here, r"S(\d+)")
-    body = [[impl, *(f"{here[case, impl]['rel_err']:.1%}" for case in cases.values())] for impl in dict.fromkeys(impl for _, impl in here)]
+    body = [
+        [impl, *(f"{here[case, impl]['rel_err']:.1%}" for case in cases.values())]
+        for impl in dict.fromkeys(impl for _, impl in here)
+    ]
     return table([f"{title}; keys", *(f"{n:,}" for n in cases)], body)
 
 

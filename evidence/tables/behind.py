@@ -29,7 +29,9 @@ CEILINGS = ("stream-ceiling",)
 
 
 def beside(name: str, found: Rows) -> Iterable[str]:
-    """The others' implementations of a file, in its order. Of video those that quantize within the call, or do not quantize."""
+    """The others' implementations of a file, in its order. Of video those that quantize within the call, or do not
+    quantize.
+    """
     whole = lambda impl: impl.endswith(("-call", "-bf16")) or impl == "torchao"  # noqa: E731
     for impl in dict.fromkeys(impl for _, impl in found if not impl.startswith("fp8attn") and impl not in CEILINGS):
         if name != "video" or whole(impl):
@@ -39,7 +41,11 @@ def beside(name: str, found: Rows) -> Iterable[str]:
 def title(name: str, impl: str) -> str:
     plain = impl.removesuffix("-split")
     call = CALLS.get(plain) or CALLS.get(f"{plain}-paged") or CALLS.get(plain.removesuffix("-call"))
-    found = ENGINES.get(impl) if name == "vllm" else call and call.title + " FP8" * bool(call.levels and "FP8" not in call.title)
+    found = (
+        ENGINES.get(impl)
+        if name == "vllm"
+        else call and call.title + " FP8" * bool(call.levels and "FP8" not in call.title)
+    )
     return f"{found or impl}{', two calls' if impl.endswith('-split') else ''}"
 
 
@@ -59,10 +65,18 @@ def behind() -> str:
         cases = dict.fromkeys(case for case, _ in found)
         for impl in beside(name, found):
             both = {case: (found.get((case, ours)), found.get((case, impl))) for case in cases}
-            ratios = {case: x for case, rows in both.items() if all(row and "ms" in row for row in rows) and (x := ratio(*rows))}
+            ratios = {
+                case: x
+                for case, rows in both.items()
+                if all(row and "ms" in row for row in rows) and (x := ratio(*rows))
+            }
             if ratios:
                 low, high = min(ratios.values()), max(ratios.values())
-                ahead = [f"{words(name, case)} ({x:.2f})" for case, x in sorted(ratios.items(), key=lambda item: item[1]) if x < EQUAL]
+                ahead = [
+                    f"{words(name, case)} ({x:.2f})"
+                    for case, x in sorted(ratios.items(), key=lambda item: item[1])
+                    if x < EQUAL
+                ]
                 listed = ahead[:SHOWN] + [f"and {len(ahead) - SHOWN} nearer to 1"] * (len(ahead) > SHOWN)
                 body.append([what, title(name, impl), f"{low:.2f} to {high:.2f} ({len(ratios)})", ", ".join(listed)])
     return table([device, "beside", "speed over it (cases)", "it is ahead in"], body)

@@ -1,4 +1,6 @@
-"""README's numbers: the memory of a model that its readers know, and one table. A row of it has one unit and one arithmetic."""
+"""README's numbers: the memory of a model that its readers know, and one table. A row of it has one unit and one
+arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,24 @@ def headline() -> str:
     """BF16, a plain cast to FP8, and fp8attn."""
     public, tasks, engine = (latest(name)[1] for name in ("public_models", "tasks", "vllm"))
     page = PageSpec.of(HEAD_DIM).layout.nbytes / PAGE_SIZE
-    body = [[f"K and V of a token, bytes for each KV head of {HEAD_DIM} channels", f"{4 * HEAD_DIM}", f"{2 * HEAD_DIM}", f"{page:.0f}"]]
+    body = [
+        [
+            f"K and V of a token, bytes for each KV head of {HEAD_DIM} channels",
+            f"{4 * HEAD_DIM}",
+            f"{2 * HEAD_DIM}",
+            f"{page:.0f}",
+        ]
+    ]
     for text, case in perplexities(public).items():
         costs = (public[case, impl]["d_ppl_pct"] for impl in CACHES)
         body.append([f"perplexity above BF16, {text}, 8k tokens, %", "0", *(f"{cost:+.1f}" for cost in costs)])
     model, programs = answers(tasks)
-    body.append([f"programs of HumanEval that are right, of {programs[0]['samples']}, {model}", *(str(row["right"]) for row in programs)])
+    body.append(
+        [
+            f"programs of HumanEval that are right, of {programs[0]['samples']}, {model}",
+            *(str(row["right"]) for row in programs),
+        ]
+    )
     times = (engine[LONG_STEP, impl]["ms"] for impl in ENGINES)
     body.append(["decode step in vLLM after 128k tokens, Llama-3.1-8B's shape, ms", *(f"{ms:.1f}" for ms in times)])
     return table([f"{latest('vllm')[0]}", "BF16", "plain cast to FP8", "fp8attn"], body)
@@ -51,14 +65,22 @@ def headline_commits() -> str:
         "vLLM": at("vllm", [engine[LONG_STEP, ENGINES[-1]]]),
     }
     by_commit = {commit: [name for name in measured if measured[name] == commit] for commit in measured.values()}
-    return "Commits (and Triton): " + "; ".join(f"{', '.join(names)} {commit}" for commit, names in by_commit.items()) + "."
+    return (
+        "Commits (and Triton): "
+        + "; ".join(f"{', '.join(names)} {commit}" for commit, names in by_commit.items())
+        + "."
+    )
 
 
 def perplexities(found: Rows) -> dict[str, str]:
-    """The cases of perplexity, by what is read: a model without biases in its keys, and the larger one with biases that was measured."""
+    """The cases of perplexity, by what is read: a model without biases in its keys, and the larger one with biases that
+    was measured.
+    """
     large = "qwen15b-docs-S8192"
     with_biases = (
-        {large: f"{TITLES['qwen15b']}, fp8attn's docs"} if (large, "bf16") in found else {"qwen-prose-S8192": f"{TITLES['qwen']}, prose"}
+        {large: f"{TITLES['qwen15b']}, fp8attn's docs"}
+        if (large, "bf16") in found
+        else {"qwen-prose-S8192": f"{TITLES['qwen']}, prose"}
     )
     return {"SmolLM2-135M, code": "smollm2-code-S8192"} | {text: case for case, text in with_biases.items()}
 

@@ -16,17 +16,22 @@ PREFILL = {
     "D128-causal-S16384": "16k causal", "D128-causal-S1024": "16 x 1k causal",
     "D128-causal-S4096": "4 x 4k causal", "D128-causal-S8192": "2 x 8k causal", "D128-causal-S65536": "64k causal",
     "gqa-causal-S16384": "16k causal, 32/8 heads", "gqa-causal-S131072": "128k causal, 32/8 heads",
-    "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads", "D64-full-S16384": "16k full, head_dim 64",
+    "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads",
+    "D64-full-S16384": "16k full, head_dim 64",
     "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
     "D256-causal-S16384": "16k causal, head_dim 256", "D192-causal-S16384": "16k causal, head_dim 192",
 }  # fmt: skip
-FP8 = {impl: call.title for impl, call in CALLS.items() if call.prefill and call.levels}  # peers in prompts, and their names in tables
+FP8 = {
+    impl: call.title for impl, call in CALLS.items() if call.prefill and call.levels
+}  # peers in prompts, and their names in tables
 SINGLE_LEVEL, TWO_LEVEL = (tuple(impl for impl in FP8 if CALLS[impl].levels == levels) for levels in (1, 2))
 BF16 = {impl: call.title for impl, call in CALLS.items() if call.prefill and not call.levels}
 STEP = {impl: call.title for impl, call in CALLS.items() if call.decode and call.levels}
-# Ways to compute an engine's step: a kernel over pages in one call or, as `-split`, in two; kernels for decode steps and for prompts.
+# Ways to compute an engine's step: a kernel over pages in one call or, as `-split`, in two; kernels for decode steps
+# and for prompts.
 ENGINE = {
-    impl.removesuffix("-paged") + end: f"{CALLS[impl].title.removesuffix(', paged')}{' FP8' if CALLS[impl].levels else ''}{calls}"
+    impl.removesuffix("-paged")
+    + end: f"{CALLS[impl].title.removesuffix(', paged')}{' FP8' if CALLS[impl].levels else ''}{calls}"
     for impl in engine_benchmark.WHOLE
     for end, calls in (("", ", one call"), ("-split", ", two calls"))
 } | {impl: f"{CALLS[impl].title} FP8" for impl in engine_benchmark.PAIRS}
@@ -72,7 +77,8 @@ def prefill() -> str:
         "TFLOPS": tflops("fp8attn-q8"),
         "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
         f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
-        **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl, keys in KEYS.items()},
+        **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl,
+        keys in KEYS.items()},
     })  # fmt: skip
 
 
@@ -91,7 +97,12 @@ def engine() -> str:
     title, here = latest("engine")
     cases = dict.fromkeys(case for case, _ in here)
     body = [
-        [step_of(case), value(here, case, "fp8attn", "ms", ".0f", 1e3), *(over_peer(impl)(here, case) for impl in ENGINE)] for case in cases
+        [
+            step_of(case),
+            value(here, case, "fp8attn", "ms", ".0f", 1e3),
+            *(over_peer(impl)(here, case) for impl in ENGINE),
+        ]
+        for case in cases
     ]
     return table(["a chunk beside decode steps", f"{title}: us", *(f"over {name}" for name in ENGINE.values())], body)
 
@@ -123,14 +134,18 @@ def sdpa() -> str:
 
 
 VIDEO = {
-    "fp8attn-call": "whole calls: fp8attn", "fp8attn-call-e4m3-keys": "fp8attn, E4M3 keys", "comfy-call": "Comfy Kitchen, INT8",
+    "fp8attn-call": "whole calls: fp8attn", "fp8attn-call-e4m3-keys": "fp8attn, E4M3 keys",
+    "comfy-call": "Comfy Kitchen, INT8",
     "torchao": "torchao, FP8, single-level", "fa3-bf16": "FA3 BF16", "cudnn-bf16": "cuDNN BF16",
-    "fp8attn": "kernels alone: fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys", "fp8attn-q8": "fp8attn, queries in FP8, too",
+    "fp8attn": "kernels alone: fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys",
+    "fp8attn-q8": "fp8attn, queries in FP8, too",
     "fp8attn-exact": "fp8attn, exact", "comfy": "Comfy Kitchen, INT8", "sage": "SageAttention, INT8 and FP8, two-level",
-    "vllm-fa3-fp8": "vLLM's FA3, FP8, two-level", "fa3-fp8": "FA3, FP8, single-level", "cudnn-fp8": "cuDNN, FP8, single-level",
+    "vllm-fa3-fp8": "vLLM's FA3, FP8, two-level", "fa3-fp8": "FA3, FP8, single-level",
+    "cudnn-fp8": "cuDNN, FP8, single-level",
 }  # fmt: skip
 SHAPES = {
-    "wan-480p-S32760": "Wan 480p, 32,760", "wan-720p-S75600": "Wan 720p, 75,600", "hunyuan-720p-S118800": "HunyuanVideo 720p, 118,800",
+    "wan-480p-S32760": "Wan 480p, 32,760", "wan-720p-S75600": "Wan 720p, 75,600",
+    "hunyuan-720p-S118800": "HunyuanVideo 720p, 118,800",
     "h3-1088p-S185640": "H3 1088p, 185,640",
 }  # fmt: skip
 
@@ -149,7 +164,9 @@ def video() -> str:
 @block("video")
 def video_noise() -> str:
     """The noise there, with V of mean 0 and of mean 1."""
-    body = [[*zero, *one[1:]] for zero, one in zip(of_shapes("noise", ".1%"), of_shapes("noise_mean1", ".2%"), strict=True)]
+    body = [
+        [*zero, *one[1:]] for zero, one in zip(of_shapes("noise", ".1%"), of_shapes("noise_mean1", ".2%"), strict=True)
+    ]
     return table(["noise", *SHAPES.values(), *(f"{label}; V of mean 1" for label in SHAPES.values())], body)
 
 
@@ -162,7 +179,10 @@ def append() -> str:
         for impl in (*KEYS, *(f"{impl}-rope" for impl in KEYS)):
             if (case, impl) in found:
                 kind, *details = sorted(case.split("-"), key=lambda part: part not in words)
-                details += [named.get(part, part) for part in impl.removeprefix("fp8attn").replace("-e4m3-keys", "-e4m3").split("-")[1:]]
+                details += [
+                    named.get(part, part)
+                    for part in impl.removeprefix("fp8attn").replace("-e4m3-keys", "-e4m3").split("-")[1:]
+                ]
                 lines[case, impl] = f"{words[kind]}: {', '.join(details)}"
     return beside("append", "", lines, {
         "us": lambda here, line: value(here, *line, "ms", ".1f", 1e3),
@@ -181,7 +201,9 @@ def triton() -> str:
     for case, impl in dict.fromkeys((case, impl.rpartition("-triton-")[0]) for case, impl in here):
         old, new = (f"{impl}-triton-{version}" for version in (first, second))
         us = [value(here, case, each, "ms", ".1f", 1e3) for each in (old, new)]
-        body.append([case, impl.removeprefix("fp8attn").removeprefix("-") or "default", *us, number(over(here, case, new, old))])
+        body.append(
+            [case, impl.removeprefix("fp8attn").removeprefix("-") or "default", *us, number(over(here, case, new, old))]
+        )
     heads = [f"us: Triton {version}, ptxas {versions[version]}" for version in (first, second)]
     return table([title, "queries, keys", *heads, "speed of the second over the first"], body)
 
@@ -193,4 +215,6 @@ def kernels_measured() -> str:
     made = {name: measured(name) for name in files}
     if len(set(made.values())) == 1:
         return made["prefill"]
-    return "; ".join(f"{', '.join(name for name in files if made[name] == one)}: {one}" for one in dict.fromkeys(made.values()))
+    return "; ".join(
+        f"{', '.join(name for name in files if made[name] == one)}: {one}" for one in dict.fromkeys(made.values())
+    )

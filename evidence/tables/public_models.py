@@ -10,18 +10,29 @@ from ..rows import Rows, latest
 from .texts import cost
 from .writing import block, table, tokens
 
-TITLES = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B", "qwen15b": "Qwen2.5-Coder-1.5B", "gemma": "Gemma 3 270M"}
+TITLES = {
+    "smollm2": "SmolLM2-135M",
+    "qwen": "Qwen2.5-Coder-0.5B",
+    "qwen15b": "Qwen2.5-Coder-1.5B",
+    "gemma": "Gemma 3 270M",
+}
 STORED = {
     "fp8attn-int8-keys": "INT8 keys", "fp8attn-exact": "INT8 keys, `exact`", "fp8attn-e4m3-keys": "E4M3 keys",
     "scale-1": "a plain cast to E4M3",
     "transformers-fp8": "transformers' FP8 cache", "vllm-int8-per-token-head": "vLLM's `int8_per_token_head`",
-    "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`", "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
+    "vllm-fp8-per-token-head": "vLLM's `fp8_per_token_head`",
+    "vllm-int4-per-token-head": "vLLM's `int4_per_token_head`",
     "llama-cpp-q8-0": "llama.cpp's `q8_0`",
 }  # fmt: skip
 TASKS = {"humaneval": "HumanEval", "gsm8k": "GSM8K"}
 ANSWERED = {"bf16": "BF16"} | STORED
 LABELS = {"source": "fp8attn's code", "docs": "fp8attn's docs"}
-BESIDE = {"smollm2": "code", "qwen": "prose", "qwen15b": "docs", "gemma": "prose"}  # a text of each model, for docs/comparison.md
+BESIDE = {
+    "smollm2": "code",
+    "qwen": "prose",
+    "qwen15b": "docs",
+    "gemma": "prose",
+}  # a text of each model, for docs/comparison.md
 
 
 def stored(impl: str) -> str:
@@ -63,7 +74,11 @@ def public_models() -> str:
 def own_texts() -> str:
     """The perplexity in BF16 of this repository's code and docs, by context."""
     _, found = latest("public_models")
-    measured = [f"{label} {found[case, 'bf16']['ppl']:.1f}" for case, label in texts(found, "qwen15b").items() if (case, "bf16") in found]
+    measured = [
+        f"{label} {found[case, 'bf16']['ppl']:.1f}"
+        for case, label in texts(found, "qwen15b").items()
+        if (case, "bf16") in found
+    ]
     return f"Perplexity in BF16: {'; '.join(measured)}."
 
 
@@ -71,7 +86,8 @@ def own_texts() -> str:
 def caches_beside() -> str:
     """Perplexity over BF16's at 8k tokens, of caches read in 16 bits."""
     device, found, cases = columns(
-        "public_models", {f"{model}-{text}-S8192": f"{TITLES[model]}, {LABELS.get(text, text)}" for model, text in BESIDE.items()}
+        "public_models",
+        {f"{model}-{text}-S8192": f"{TITLES[model]}, {LABELS.get(text, text)}" for model, text in BESIDE.items()},
     )
     body = []
     for impl, label in STORED.items():
@@ -83,7 +99,9 @@ def caches_beside() -> str:
 
 
 def task_case(model: str, task: str) -> str:
-    """The case of a task: those of Qwen2.5-Coder-0.5B have the task's name alone, those of others begin with the model's."""
+    """The case of a task: those of Qwen2.5-Coder-0.5B have the task's name alone, those of others begin with the
+    model's.
+    """
     return task if model == "qwen" else f"{model}-{task}"
 
 
@@ -103,8 +121,13 @@ def tasks() -> str:
     made = []
     for model, name in TITLES.items():
         device, found, cases = columns("tasks", {task_case(model, task): title for task, title in TASKS.items()})
-        cells = {impl: [make(found.get((case, impl))) for case in cases.values() for make in (right, change)] for impl in ANSWERED}
+        cells = {
+            impl: [make(found.get((case, impl))) for case in cases.values() for make in (right, change)]
+            for impl in ANSWERED
+        }
         body = [[ANSWERED[impl], *line] for impl, line in cells.items() if any(line)]
         if body:
-            made.append(table([f"{name} ({device})", *(head for task in cases for head in (task, "points, beside BF16"))], body))
+            made.append(
+                table([f"{name} ({device})", *(head for task in cases for head in (task, "points, beside BF16"))], body)
+            )
     return "\n\n".join(made)

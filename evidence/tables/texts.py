@@ -6,11 +6,13 @@ from ..rows import latest
 from .writing import block, table
 
 STORED = {  # of `real_model`
-    "fp8attn-int8-keys": "INT8 keys, rotated", "fp8attn-e4m3-keys": "E4M3 keys, rotated", "fp8attn-e4m3-plain": "E4M3 keys, not rotated",
+    "fp8attn-int8-keys": "INT8 keys, rotated", "fp8attn-e4m3-keys": "E4M3 keys, rotated",
+    "fp8attn-e4m3-plain": "E4M3 keys, not rotated",
     "scale-1": "a plain cast to E4M3", "transformers-fp8": "transformers' FP8 cache",
 }  # fmt: skip
 TEXTS = {
-    "smollm2-S2048": "code, 2k", "smollm2-S8192": "code, 8k", "smollm2-prose-S8192": "English prose, 8k", "stdlib-S4096": "our model, 4k",
+    "smollm2-S2048": "code, 2k", "smollm2-S8192": "code, 8k", "smollm2-prose-S8192": "English prose, 8k",
+    "stdlib-S4096": "our model, 4k",
     "stdlib-S131072": "our model, 128k",
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from .writing import block, number, table, tokens, value
 
 IMPLS = {
     "vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "vllm-int8-per-token-head": "`int8_per_token_head`",
-    "vllm-fp8-per-token-head": "`fp8_per_token_head`", "vllm-int4-per-token-head": "`int4_per_token_head`", "fp8attn": "fp8attn",
+    "vllm-fp8-per-token-head": "`fp8_per_token_head`", "vllm-int4-per-token-head": "`int4_per_token_head`",
+    "fp8attn": "fp8attn",
 }  # fmt: skip
 LABELS = {"prefill": "first token, prompt of {}", "decode": "decode step, {} x {}"}
 
@@ -28,7 +29,11 @@ def vllm_times() -> str:
     """A table for each group: milliseconds to the first token, and of decode steps."""
     (title, found), made = latest("vllm"), []
     for name, group in GROUPS.items():
-        cases = [case for case in dict.fromkeys(case for case, _ in found) if case.startswith(f"{name}-") and not case.endswith("-check")]
+        cases = [
+            case
+            for case in dict.fromkeys(case for case, _ in found)
+            if case.startswith(f"{name}-") and not case.endswith("-check")
+        ]
         impls = {impl: label for impl, label in IMPLS.items() if impl in group.impls}
         others = [impl for impl in impls if impl != "fp8attn"]
         body = [

@@ -1,11 +1,12 @@
 """A node of ComfyUI: attention in 8 bits, by block and by step.
 
 Copy this file into ComfyUI/custom_nodes, and install fp8attn into ComfyUI's environment.
-Put the node "FP8 attention (fp8attn)" between the loader of a model and its sampler. Short calls, calls with a mask, and the skipped blocks
-and steps run ComfyUI's own attention. The report of `Override` counts both, and has the reasons.
+Put the node "FP8 attention (fp8attn)" between the loader of a model and its sampler. Short calls, calls with a mask,
+and the skipped blocks and steps run ComfyUI's own attention. The report of `Override` counts both, and has the reasons.
 
-ComfyUI calls `transformer_options["optimized_attention_override"]` instead of its attention function, and passes that function as the first
-argument. The same dict names the block and the noise of the step. Nothing of ComfyUI is imported or changed.
+ComfyUI calls `transformer_options["optimized_attention_override"]` instead of its attention function, and passes that
+function as the first argument. The same dict names the block and the noise of the step. Nothing of ComfyUI is imported
+or changed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ class Override:
     """The attention of a model: in FP8 where the policy and the call allow it, otherwise ComfyUI's own.
 
     Args:
-        policy: `skip_first`, `skip_last` and numbers in `skip` count blocks. If a model has double and single blocks (Flux), each kind is
-            counted by itself. `steps` are indices in the sampler's schedule. ComfyUI names no modules, so `skip` cannot have patterns.
+        policy: `skip_first`, `skip_last` and numbers in `skip` count blocks. If a model has double and single blocks
+            (Flux), each kind is counted by itself. `steps` are indices in the sampler's schedule. ComfyUI names no
+            modules, so `skip` cannot have patterns.
         before: the override that the model had; it is called where FP8 does not run.
     Attributes:
         report: which calls ran in FP8, and why the others did not.
@@ -35,7 +37,9 @@ class Override:
 
     def __init__(self, policy: AttentionPolicy, before: Attend | None = None) -> None:
         if policy.patterns:
-            raise ValueError(f"ComfyUI names no modules: skip blocks by their numbers instead of {', '.join(policy.patterns)}")
+            raise ValueError(
+                f"ComfyUI names no modules: skip blocks by their numbers instead of {', '.join(policy.patterns)}"
+            )
         self.policy, self.before = policy, before
         self.report = AttentionReport(policy)
         self._sigmas: torch.Tensor | None = None  # the noise of the current step
@@ -61,28 +65,38 @@ class Override:
 
         Args:
             func: ComfyUI's function, which takes the other arguments.
-            q, k, v: `[B, S, heads * head_dim]`, or with `skip_reshape` `[B, heads, S, head_dim]`. With `enable_gqa=True`, k and v may have
-                fewer heads.
+            q, k, v: `[B, S, heads * head_dim]`, or with `skip_reshape` `[B, heads, S, head_dim]`. With
+                `enable_gqa=True`, k and v may have fewer heads.
             mask, attn_precision, kwargs: as ComfyUI passes them.
         Returns:
             `[B, S, heads * head_dim]`, or with `skip_output_reshape` `[B, heads, S, head_dim]`.
         """
         scale, gqa = kwargs.get("scale"), bool(kwargs.get("enable_gqa", False))
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        query, key, value = (q, k, v) if skip_reshape else (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v))
+        query, key, value = (
+            (q, k, v) if skip_reshape else (x.unflatten(-1, (-1, size)).transpose(1, 2) for x in (q, k, v))
+        )
         options = kwargs.get("transformer_options") or {}
         kind, block = options.get("block_type"), options.get("block_index")
-        reason = precision_reason(attn_precision, kwargs) or fallback_reason(query, key, value, mask, scale=scale, enable_gqa=gqa)
+        reason = precision_reason(attn_precision, kwargs) or fallback_reason(
+            query, key, value, mask, scale=scale, enable_gqa=gqa
+        )
         reason = reason or self._policy_reason(query, key, options)
         name = " ".join(str(x) for x in (kind, block) if x is not None)
         self.report.row(name, block, reason).count(query, key)
         if reason is None:
             out = scaled_dot_product_attention(
-                query, key, value, scale=scale, enable_gqa=gqa, key_dtype=self.policy.key_dtype, rotate_keys=self.policy.rotate_keys,
+                query, key, value, scale=scale, enable_gqa=gqa, key_dtype=self.policy.key_dtype,
+                rotate_keys=self.policy.rotate_keys,
                 backend=self.policy.backend,
             )  # fmt: skip
             return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
-        kwargs |= {"mask": mask, "attn_precision": attn_precision, "skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+        kwargs |= {
+            "mask": mask,
+            "attn_precision": attn_precision,
+            "skip_reshape": skip_reshape,
+            "skip_output_reshape": skip_output_reshape,
+        }
         return func(q, k, v, heads, **kwargs) if self.before is None else self.before(func, q, k, v, heads, **kwargs)
 
     def _policy_reason(self, query: torch.Tensor, key: torch.Tensor, options: dict[str, Any]) -> str | None:
@@ -105,7 +119,8 @@ class Override:
     def _follow(self, sigmas: torch.Tensor | None, schedule: torch.Tensor | None) -> bool:
         """Set the report's step: the index in the schedule whose noise is nearest. Returns whether the step is known.
 
-        Reading the noise waits for the GPU. ComfyUI makes a new tensor for each call of the model, so each tensor is read once.
+        Reading the noise waits for the GPU. ComfyUI makes a new tensor for each call of the model, so each tensor is
+        read once.
         """
         if sigmas is None or schedule is None:
             return False
@@ -125,7 +140,9 @@ def precision_reason(attn_precision: torch.dtype | None, kwargs: dict[str, Any])
 
 
 def fp8_model(model: Any, policy: AttentionPolicy) -> Any:
-    """A copy of one of ComfyUI's models (`ModelPatcher`) with an `Override`. An `Override` that the model has is replaced."""
+    """A copy of one of ComfyUI's models (`ModelPatcher`) with an `Override`. An `Override` that the model has is
+    replaced.
+    """
     patched = model.clone()
     options = patched.model_options.get("transformer_options", {})
     before = options.get(KEY)
@@ -141,7 +158,9 @@ class FP8Attention:
     CATEGORY = "model_patches"
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
-    DESCRIPTION = "Runs attention in 8 bits: faster on H100 and H200 from about 8,192 tokens on (long videos, large images)."
+    DESCRIPTION = (
+        "Runs attention in 8 bits: faster on H100 and H200 from about 8,192 tokens on (long videos, large images)."
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, tuple]]:  # ComfyUI's name
@@ -153,7 +172,10 @@ class FP8Attention:
         return {
             "required": {
                 "model": ("MODEL",),
-                "min_length": ("INT", {"default": 8192, "min": 0, "max": 1 << 20, "tooltip": "Shorter calls stay in 16 bits. Tokens."}),
+                "min_length": (
+                    "INT",
+                    {"default": 8192, "min": 0, "max": 1 << 20, "tooltip": "Shorter calls stay in 16 bits. Tokens."},
+                ),
                 "skip_first": count(0, "The first blocks that stay in 16 bits."),
                 "skip_last": count(0, "The last blocks that stay in 16 bits."),
                 "first_step": count(0, "The steps before this one stay in 16 bits."),
@@ -161,10 +183,16 @@ class FP8Attention:
             }
         }
 
-    def patch(self, model: Any, min_length: int, skip_first: int, skip_last: int, first_step: int, last_step: int) -> tuple[Any]:
+    def patch(
+        self, model: Any, min_length: int, skip_first: int, skip_last: int, first_step: int, last_step: int
+    ) -> tuple[Any]:
         """The output MODEL."""
         steps = None if (first_step, last_step) == (0, LAST) else range(first_step, last_step + 1)
-        return (fp8_model(model, AttentionPolicy(min_length=min_length, skip_first=skip_first, skip_last=skip_last, steps=steps)),)
+        return (
+            fp8_model(
+                model, AttentionPolicy(min_length=min_length, skip_first=skip_first, skip_last=skip_last, steps=steps)
+            ),
+        )
 
 
 NODE_CLASS_MAPPINGS = {"FP8Attention": FP8Attention}

@@ -1,7 +1,9 @@
 """The torch ops, for `torch.compile` and other code that traces or intercepts calls: schemas, implementations, fakes.
 
-`torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters, which cost 25 to 90 us for each
-call. The ops do not need these kernels: `ops` refuses gradients, no output is an alias, and no graph saves pages for a backward pass.
+`torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters, which cost
+25 to 90 us for each
+call. The ops do not need these kernels: `ops` refuses gradients, no output is an alias, and no graph saves pages for a
+backward pass.
 """
 
 from __future__ import annotations
@@ -23,17 +25,23 @@ _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
 
 def unobserved(x: torch.Tensor) -> bool:
-    """Whether torch ops are neither traced nor intercepted now. Then `ops` calls the backend directly, which saves 12 us for each call."""
+    """Whether torch ops are neither traced nor intercepted now. Then `ops` calls the backend directly, which saves 12
+    us for each call.
+    """
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
 def resolve(backend: BackendName, x: torch.Tensor, spec_name: str) -> BackendName:
-    """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the name unresolved."""
+    """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the
+    name unresolved.
+    """
     return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, spec_name).name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
-    """Define `torch.ops.fp8attn.NAME`: its schema, its implementation on every device, and its fake, which makes empty outputs."""
+    """Define `torch.ops.fp8attn.NAME`: its schema, its implementation on every device, and its fake, which makes empty
+    outputs.
+    """
     name = schema[: schema.index("(")]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
@@ -47,7 +55,9 @@ _ARGUMENTS = {
 # The arguments of `KVFormat` and of `KVPages` in schemas, as `flatten_format` and `flatten_pages` give them.
 _FORMAT = "str spec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
 _PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
-_CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace("Tensor cache_seqlens", "Tensor(b!) cache_seqlens")
+_CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace(
+    "Tensor cache_seqlens", "Tensor(b!) cache_seqlens"
+)
 _PAGES_SIZE = 7  # number of arguments
 
 

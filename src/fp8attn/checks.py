@@ -24,17 +24,29 @@ def check_is_tensor(x: Any, name: str, wanted: str) -> None:
 
 
 def check_tensor(
-    x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device, *, contiguous: bool = True
+    x: torch.Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    contiguous: bool = True,
 ) -> None:
-    """Raise ValueError, and say how to fix it, if a kernel cannot take the tensor's address. `dtype` None: any floating-point dtype."""
+    """Raise ValueError, and say how to fix it, if a kernel cannot take the tensor's address. `dtype` None: any
+    floating-point dtype.
+    """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor {tuple(shape)} on {device}; got {type(x).__name__}")
     right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
     if x.shape != shape or not right_dtype or x.device != device:
         wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
-        raise ValueError(f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {given} on {x.device}")
+        raise ValueError(
+            f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {given} on {x.device}"
+        )
     if contiguous and not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous; got strides {x.stride()} for shape {tuple(x.shape)}: call .contiguous()")
+        raise ValueError(
+            f"{name} must be contiguous; got strides {x.stride()} for shape {tuple(x.shape)}: call .contiguous()"
+        )
 
 
 def check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
@@ -43,7 +55,8 @@ def check_tokens(x: torch.Tensor, name: str, device: torch.device) -> None:
         check_is_tensor(x, name, "[T, heads, head_dim]")
     if x.dim() != 3 or x.stride(-1) != 1:
         raise ValueError(
-            f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
+            f"{name} must be [T, heads, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, "
+            f"strides {x.stride()}"
         )
     if x.device != device:
         raise ValueError(f"the cache is on {device} and {name} is on {x.device}; move one of them")
@@ -55,13 +68,16 @@ def check_dense(x: torch.Tensor, name: str) -> None:
     check_is_tensor(x, name, "[B, heads, S, head_dim]")
     if x.dim() != 4 or x.stride(3) != 1:
         raise ValueError(
-            f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, strides {x.stride()}"
+            f"{name} must be [B, heads, S, head_dim] with the last dimension contiguous; got shape {tuple(x.shape)}, "
+            f"strides {x.stride()}"
         )
     check_derivatives(x)
 
 
 def check_mean(mean: torch.Tensor | None, name: str, shape: tuple[int, int], device: torch.device) -> None:
-    """Raise ValueError unless `mean` is `[num_kv_heads, head_dim]` float32, finite where that can be read on the CPU; None: zero."""
+    """Raise ValueError unless `mean` is `[num_kv_heads, head_dim]` float32, finite where that can be read on the CPU;
+    None: zero.
+    """
     if mean is not None:
         check_tensor(mean, name, shape, torch.float32, device)
         check_finite(mean, name)
@@ -70,7 +86,9 @@ def check_mean(mean: torch.Tensor | None, name: str, shape: tuple[int, int], dev
 def check_finite(x: torch.Tensor, name: str) -> None:
     """Raise ValueError if a tensor on the CPU has an element that is not finite. A GPU is not waited for."""
     if type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling() and not torch.isfinite(x).all():
-        raise ValueError(f"{name} must be finite; it has {int((~torch.isfinite(x)).sum())} elements that are NaN or infinite")
+        raise ValueError(
+            f"{name} must be finite; it has {int((~torch.isfinite(x)).sum())} elements that are NaN or infinite"
+        )
 
 
 def is_whole(x: Any) -> bool:

@@ -1,7 +1,8 @@
 """Checks of what tensors contain: cumulative lengths, page tables, lengths of sequences.
 
-A GPU would have to be waited for, so they are made where the tensors are on the CPU, for every backend, and for the backend `reference`,
-which reads them anyway. What they refuse is undefined on a GPU: lost tokens, unspecified rows, other sequences' bytes.
+A GPU would have to be waited for, so they are made where the tensors are on the CPU, for every backend, and for the
+backend `reference`, which reads them anyway. What they refuse is undefined on a GPU: lost tokens, unspecified rows,
+other sequences' bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def check_appended(pages: KVPages, tokens: int, how: Append) -> None:
     """Check what `append` reads on the device.
 
     Raises:
-        ValueError: tokens would be lost, written to other sequences' pages, or outside of the pool. Nothing was changed.
+        ValueError: tokens would be lost, written to other sequences' pages, or outside of the pool. Nothing was
+            changed.
     """
     new = _counts(pages, tokens, how.cu_seqlens, how.max_seqlen, "cu_seqlens", "max_seqlen")
     before = _lengths(pages)
@@ -36,8 +38,8 @@ def check_appended(pages: KVPages, tokens: int, how: Append) -> None:
     for seq, (n, length) in enumerate(zip(new, after, strict=True)):
         if n and length > most:
             raise ValueError(
-                f"sequence {seq} would have {length} tokens, and page_table has pages for {most}: it must name a page for every token, as "
-                "PagedKVCache.append makes sure"
+                f"sequence {seq} would have {length} tokens, and page_table has pages for {most}: it must name a page "
+                f"for every token, as PagedKVCache.append makes sure"
             )
     table = _pages_of(pages, [min(length, most) for length in after])
     owners: dict[int, int] = {}
@@ -45,8 +47,8 @@ def check_appended(pages: KVPages, tokens: int, how: Append) -> None:
         for page in ids[before[seq] // PAGE_SIZE :] if new[seq] else ():
             if (other := owners.setdefault(page, seq)) != seq:
                 raise ValueError(
-                    f"sequences {other} and {seq} would both write to page {page}: page_table must name pages of its own for the new "
-                    "tokens of each sequence"
+                    f"sequences {other} and {seq} would both write to page {page}: page_table must name pages of its "
+                    f"own for the new tokens of each sequence"
                 )
 
 
@@ -62,23 +64,35 @@ def check_attended(pages: KVPages, tokens: int, params: AttentionParams) -> None
     for seq, (n, length) in enumerate(zip(queries, lengths, strict=True)):
         padding = not length and params.cu_seqlens_q is not None
         if params.causal and n > length and not padding:
-            given = "cu_seqlens_q gives it" if params.cu_seqlens_q is not None else "without cu_seqlens_q every sequence has"
+            given = (
+                "cu_seqlens_q gives it"
+                if params.cu_seqlens_q is not None
+                else "without cu_seqlens_q every sequence has"
+            )
             raise ValueError(
-                f"sequence {seq} holds {length} tokens, and {given} {n} queries, which must be its last tokens: append them first, and "
-                "give cu_seqlens_q and max_seqlen_q if the sequences have different numbers (PagedKVCache.attention does)"
+                f"sequence {seq} holds {length} tokens, and {given} {n} queries, which must be its last tokens: append "
+                f"them first, and give cu_seqlens_q and max_seqlen_q if the sequences have different numbers "
+                f"(PagedKVCache.attention does)"
             )
 
 
-def _counts(pages: KVPages, tokens: int, cu_seqlens: torch.Tensor | None, longest: int, name: str, max_name: str) -> list[int]:
+def _counts(
+    pages: KVPages, tokens: int, cu_seqlens: torch.Tensor | None, longest: int, name: str, max_name: str
+) -> list[int]:
     """The number of new tokens of each sequence."""
     if cu_seqlens is None:
         return [longest] * pages.num_seqs
     bounds = cu_seqlens.tolist()
     counts = [end - start for start, end in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] > tokens or any(n < 0 for n in counts):  # an engine pads behind the last sequence
-        raise ValueError(f"{name} must start at 0, never decrease, and end within the {tokens} tokens given; got {_shown(bounds)}")
+        raise ValueError(
+            f"{name} must start at 0, never decrease, and end within the {tokens} tokens given; got {_shown(bounds)}"
+        )
     if counts and max(counts) > longest:
-        raise ValueError(f"{max_name} is {longest}, and sequence {counts.index(max(counts))} has {max(counts)} tokens: give at least that")
+        raise ValueError(
+            f"{max_name} is {longest}, and sequence {counts.index(max(counts))} has {max(counts)} tokens: give at "
+            f"least that"
+        )
     return counts
 
 
@@ -95,12 +109,17 @@ def _pages_of(pages: KVPages, lengths: list[int]) -> list[list[int]]:
     columns = [-(-length // PAGE_SIZE) for length in lengths]
     width = pages.page_table.shape[1]
     if max(columns, default=0) > width:
-        raise ValueError(f"cache_seqlens has {max(lengths)} tokens of a sequence, and page_table has pages for {width * PAGE_SIZE}")
+        raise ValueError(
+            f"cache_seqlens has {max(lengths)} tokens of a sequence, and page_table has pages for {width * PAGE_SIZE}"
+        )
     table = [row[:n] for row, n in zip(pages.page_table[:, : max(columns, default=0)].tolist(), columns, strict=True)]
     for seq, ids in enumerate(table):
         if ids and not 0 <= min(ids) <= max(ids) < pages.num_pages:
             wrong = next(page for page in ids if not 0 <= page < pages.num_pages)
-            raise ValueError(f"page_table names page {wrong} for sequence {seq}, and the pool has the pages 0 to {pages.num_pages - 1}")
+            raise ValueError(
+                f"page_table names page {wrong} for sequence {seq}, and the pool has the pages 0 to "
+                f"{pages.num_pages - 1}"
+            )
     return table
 
 

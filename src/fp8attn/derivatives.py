@@ -11,10 +11,18 @@ def derivative_reason(*tensors: torch.Tensor) -> str | None:
     if torch.is_grad_enabled():
         for x in tensors:  # `any` costs a microsecond more
             if x.requires_grad:
-                return "an input requires a gradient, and FP8 ops have none; use torch.no_grad() or torch.inference_mode()"
-    if torch._C._are_functorch_transforms_active():  # The same check as in torch.autograd.Function. There is no public function for it.
-        return "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 ops have no rule for it; call them outside of it"
-    # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called with tangents.
+                return (
+                    "an input requires a gradient, and FP8 ops have none; use torch.no_grad() or torch.inference_mode()"
+                )
+    if (
+        torch._C._are_functorch_transforms_active()
+    ):  # The same check as in torch.autograd.Function. There is no public function for it.
+        return (
+            "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 ops have no rule for it; call them "
+            "outside of it"
+        )
+    # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called
+    # with tangents.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
         return "an input has a forward-mode tangent, and FP8 ops have no derivative; leave out the tangents"
     return None

@@ -25,7 +25,9 @@ class MissingPackageError(ModuleNotFoundError, UsageError):
 
 
 def hint(extra: str) -> str:
-    """How to install an extra. pip finds fp8attn installed, from wherever it came, and asks an index for the extra's packages only."""
+    """How to install an extra. pip finds fp8attn installed, from wherever it came, and asks an index for the extra's
+    packages only.
+    """
     if extra not in PACKAGES:
         raise ValueError(f"fp8attn has no extra {extra!r}; its extras are {', '.join(PACKAGES)}")
     return f'run pip install "fp8attn[{extra}]"'

@@ -36,10 +36,11 @@ def is_special(path: Path) -> bool:
 
 
 def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
-    """Call `save` with the name of a draft beside `path`, and then move the complete file to `path`. Folders above it are made.
+    """Call `save` with the name of a draft beside `path`, and then move the complete file to `path`. Folders above it
+    are made.
 
-    A file that exists keeps its permissions. A link stays, and the file it names is replaced. Drafts of this file that were written an hour
-    ago or earlier, by processes that were killed, are removed.
+    A file that exists keeps its permissions. A link stays, and the file it names is replaced. Drafts of this file that
+    were written an hour ago or earlier, by processes that were killed, are removed.
 
     Raises:
         UsageError: `path` is a folder.
@@ -66,7 +67,7 @@ def write_whole(path: str | Path, save: Callable[[Path], object]) -> None:
 
 
 def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file as a whole, and make the folders above it. safetensors' own `save_file` ignores the umask and makes the file
-    private."""
+    """Write a safetensors file as a whole, and make the folders above it. safetensors' own `save_file` ignores the
+    umask and makes the file private."""
     contents = to_bytes(tensors, metadata)
     write_whole(path, lambda draft: draft.write_bytes(contents))

@@ -1,10 +1,11 @@
-"""What is computed of codes, in plain PyTorch: the growth of a page's scale, means on the grid of a dtype, and measures of error.
+"""What is computed of codes, in plain PyTorch: the growth of a page's scale, means on the grid of a dtype, and measures
+of error.
 
 `settle` is the definition of what a page holds. The kernels compute the same bits.
 
-A page's scale depends only on its tokens in their order. So the bytes are the same after one append and after many. The first token sets
-the scale, with headroom. A later token that does not fit raises it, and the codes of the tokens before it are rounded again to the larger
-scale (`settle`).
+A page's scale depends only on its tokens in their order. So the bytes are the same after one append and after many. The
+first token sets the scale, with headroom. A later token that does not fit raises it, and the codes of the tokens before
+it are rounded again to the larger scale (`settle`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def settle(
         x: `[N, P, D]` FP32, the new tokens of N pages (of one head each) at their positions; zeros elsewhere.
         old: `[N, P, D]` FP32, the codes of the older tokens at their positions; unspecified elsewhere.
         scale: `[N]` FP32, the scale of the older tokens, or the static scale.
-        held: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the older ones.
+        held: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the
+            older ones.
         codec: K's or V's.
         static: the scales do not grow; larger values saturate.
     Returns:
@@ -45,7 +47,9 @@ def settle(
         grown = torch.where(grows, codec.with_headroom(need.gather(1, index)[:, 0]), scale)
         inverse = 1.0 / grown
         before = torch.arange(held.shape[1], device=x.device) < index
-        shifted, rounded = (codec.encode(y, factor[:, None, None]) for y, factor in ((codes, scale * inverse), (x, inverse)))
+        shifted, rounded = (
+            codec.encode(y, factor[:, None, None]) for y, factor in ((codes, scale * inverse), (x, inverse))
+        )
         again = torch.where(before[..., None], shifted, rounded)
         codes = torch.where((grows[:, None] & (before | new))[..., None], again, codes)
         scale = grown

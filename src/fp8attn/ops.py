@@ -1,8 +1,8 @@
-"""The functions on pages: `append`, `attention` and `from_dense`. Each checks its arguments, chooses a backend and runs it. While torch ops
-are traced or intercepted, it calls the torch op.
+"""The functions on pages: `append`, `attention` and `from_dense`. Each checks its arguments, chooses a backend and runs
+it. While torch ops are traced or intercepted, it calls the torch op.
 
-They read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA graphs. The exception
-is the backend `reference`, a loop over sequences.
+They read and write only device state and never read it back to the host, so they can be compiled and captured in CUDA
+graphs. The exception is the backend `reference`, a loop over sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ import torch
 
 from ._torch_ops import flatten_format, flatten_pages, resolve, unobserved
 from .backends import load
-from .checks import LARGEST, check_dense, check_flags, check_is_tensor, check_mean, check_number, check_tensor, check_tokens, is_whole
+from .checks import (
+    LARGEST,
+    check_dense,
+    check_flags,
+    check_is_tensor,
+    check_mean,
+    check_number,
+    check_tensor,
+    check_tokens,
+    is_whole,
+)
 from .contents import at_hand, check_appended, check_attended
 from .derivatives import check_derivatives
 from .errors import UsageError
@@ -43,29 +53,33 @@ def append(
 
         x_8bit = round((x - mean) / scale)
 
-    K goes through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The first token of a page
-    sets the page's scale, with headroom. The scale grows when a later token does not fit (`numerics.settle`). So the stored bytes do not
-    depend on how tokens are divided over calls. The page table must name a page for every token: `PagedKVCache.append` allocates these
-    pages and then writes them.
+    K goes through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The
+    first token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit
+    (`numerics.settle`). So the stored bytes do not depend on how tokens are divided over calls. The page table must
+    name a page for every token: `PagedKVCache.append` allocates these pages and then writes them.
 
-    Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page NaN, or becomes zero
-    with `static_scales` (docs/numerics.md, "What is not finite").
+    Inf saturates, and becomes finite. A NaN stays NaN. INT8 has none: a NaN in an INT8 K makes all tokens of its page
+    NaN, or becomes zero with `static_scales` (docs/numerics.md, "What is not finite").
 
     Args:
         pages: the cache. Its bytes and lengths change in place.
-        k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE. The last dimension is contiguous.
-        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has T / num_seqs.
-        max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, a GPU loses tokens.
-            Without `cu_seqlens` leave it out.
+        k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE. The last dimension
+            is contiguous.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence
+            has T / num_seqs.
+        max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, a
+            GPU loses tokens. Without `cu_seqlens` leave it out.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
-        advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them. False: they count the new
-            tokens already, as serving engines keep them, and do not change. Then nothing is written for a sequence that is shorter than its
+        advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them.
+            False: they count the new tokens already, as serving engines keep them, and do not change. Then nothing is
+                written for a sequence that is shorter than its
             new tokens: it is padding of the batch.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         TypeError: `pages` is not a `KVPages`.
-        ValueError: a shape, dtype or backend does not fit; the message says what would. On a CPU, and of the backend `reference`, also if
-            cu_seqlens, max_seqlen, the page table or the lengths contradict each other (`contents`): a GPU does not check them.
+        ValueError: a shape, dtype or backend does not fit; the message says what would. On a CPU, and of the backend
+            `reference`, also if cu_seqlens, max_seqlen, the page table or the lengths contradict each other
+            (`contents`): a GPU does not check them.
         RuntimeError: an input requires a gradient.
     """
     if not isinstance(pages, KVPages):
@@ -102,30 +116,34 @@ def attention(
 
         out = softmax(mask(softcap(softmax_scale * q k^T))) v
 
-    The queries of a sequence are its last tokens, which were appended before: query `i` of `n` has position `cache_seqlens - n + i`.
+    The queries of a sequence are its last tokens, which were appended before: query `i` of `n` has position
+    `cache_seqlens - n + i`.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` after RoPE, with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last dimension is
-            contiguous.
+        q: `[T, num_q_heads, head_dim]` after RoPE, with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last
+            dimension is contiguous.
         pages: the cache.
         softmax_scale: None: `1 / sqrt(head_dim)`.
         window, softcap: None: no window, no softcap. `window` requires `causal`.
         cu_seqlens_q, max_seqlen_q: give both or neither.
-        out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address that is no multiple
+        out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address
+            that is no multiple
             of 16 bytes costs a copy. None: a new tensor.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
 
-    `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed here.
+    `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed
+    here.
 
     Returns:
-        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are, on a GPU, rows after those of the last
-        sequence (the padding of a CUDA graph). With
-        `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in rows
-        after those of the last sequence.
+        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are, on a GPU, rows after those
+        of the last sequence (the padding of a CUDA graph). With
+        `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and
+        unspecified in rows after those of the last sequence.
     Raises:
         TypeError: `pages` is not a `KVPages`.
-        ValueError: a shape, dtype, option or backend does not fit; the message says what would. On a CPU, and of the backend `reference`,
-            also if cu_seqlens_q, max_seqlen_q, the page table or the lengths contradict each other (`contents`): a GPU does not check them.
+        ValueError: a shape, dtype, option or backend does not fit; the message says what would. On a CPU, and of the
+            backend `reference`, also if cu_seqlens_q, max_seqlen_q, the page table or the lengths contradict each other
+            (`contents`): a GPU does not check them.
         RuntimeError: an input requires a gradient.
     """
     if not isinstance(pages, KVPages):
@@ -133,12 +151,24 @@ def attention(
     check_queries(q, pages)
     if cu_seqlens_q is None and pages.ragged is not None and sum(pages.ragged) == q.shape[0]:
         raise ValueError(
-            f"q has a row for each of the {q.shape[0]} tokens of the last append, whose lengths {list(pages.ragged)} differ: give "
-            "cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
+            f"q has a row for each of the {q.shape[0]} tokens of the last append, whose lengths {list(pages.ragged)} "
+            f"differ: give cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
         )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
     params = params_of(
-        q, pages, cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
+        q,
+        pages,
+        cu_seqlens_q,
+        max_seqlen_q,
+        causal,
+        softmax_scale,
+        window,
+        softcap,
+        sinks,
+        leftpad_k,
+        return_lse,
+        exact,
+        batch_invariant,
     )
     if out is not None:
         _check_out(out, q)
@@ -161,12 +191,12 @@ def from_dense(
 ) -> KVPages:
     """Quantize dense K (after RoPE) and V into pages, for `attention`.
 
-    K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has the pages
-    `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
+    K and V are read once, without a copy. The bytes are the same as after an `append` to an empty cache. Sequence b has
+    the pages `b * n` to `(b + 1) * n - 1` in order, with n pages for S tokens.
 
     Args:
-        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any strides, not empty.
-            The last dimension is contiguous.
+        k, v: `[B, num_kv_heads, S, head_dim]` bfloat16 or float16 (`"reference"`: float32 and float64, too), of any
+            strides, not empty. The last dimension is contiguous.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (not rotated) and of V, subtracted before
             quantization. None: zero.
         key_dtype: the format of keys, as `PagedKVCache` takes it.
@@ -188,8 +218,8 @@ def from_dense(
     check_flags(rotate_keys=rotate_keys)
     if k.dtype == FP8:
         raise ValueError(
-            f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they are with "
-            "fp8attn.scaled_dot_product_attention_quantized"
+            f"k and v are {FP8} already: pass them in 16 bits, before they are rounded, or attend over them as they "
+            f"are with fp8attn.scaled_dot_product_attention_quantized"
         )
     if (refusal := PageSpec.of(k.shape[3], key_dtype).refusal) is not None:
         raise UsageError(refusal)
@@ -208,11 +238,17 @@ def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tens
 def run_attention(
     name: BackendName, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention` with checked arguments and the resolved backend `name`. Without `params.return_lse`, the LSE is unspecified."""
+    """`attention` with checked arguments and the resolved backend `name`. Without `params.return_lse`, the LSE is
+    unspecified.
+    """
     direct = unobserved(q)
     if direct:
         # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
-        fits = out is not None and not out.data_ptr() & 15 and (not out.is_inference() or torch.is_inference_mode_enabled())
+        fits = (
+            out is not None
+            and not out.data_ptr() & 15
+            and (not out.is_inference() or torch.is_inference_mode_enabled())
+        )
         result, lse = load(name).attention(q, pages, params, out if fits else None)
     else:
         result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, name)
@@ -247,8 +283,8 @@ class HoldsKV(Protocol):
 
 
 def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: BackendName) -> BackendName:
-    """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a `KVPages`, or a
-    `PagedKVCache`, which may have no pages yet."""
+    """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a
+    `KVPages`, or a `PagedKVCache`, which may have no pages yet."""
     device = cache.device
     check_tokens(k, "k", device)
     if not isinstance(v, torch.Tensor):
@@ -263,17 +299,23 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
 
 
 def check_queries(q: torch.Tensor, pages: KVPages) -> None:
-    """Raise ValueError unless attention over `pages` takes the shape and the device of `q`, RuntimeError if `q` requires a gradient."""
+    """Raise ValueError unless attention over `pages` takes the shape and the device of `q`, RuntimeError if `q`
+    requires a gradient.
+    """
     if isinstance(q, torch.Tensor) and q.dim() == 4:
         raise ValueError(
-            f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, 2).flatten(0, 1) if q is "
-            "[B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, head_dim]"
+            f"q must be [T, num_q_heads, head_dim]; got four dimensions {tuple(q.shape)}: pass q.transpose(1, "
+            f"2).flatten(0, 1) if q is [B, num_q_heads, S, head_dim], q.flatten(0, 1) if it is [B, S, num_q_heads, "
+            f"head_dim]"
         )
     check_tokens(q, "q", pages.pool.device)
     _, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
-        raise ValueError(f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got {tuple(q.shape)}")
+        raise ValueError(
+            f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got "
+            f"{tuple(q.shape)}"
+        )
 
 
 def params_of(
@@ -305,8 +347,8 @@ def params_of(
         check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
     if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
         raise ValueError(
-            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs causal=True; "
-            f"got {window=}, {causal=}"
+            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs "
+            f"causal=True; got {window=}, {causal=}"
         )
     if softcap is not None:
         if unobserved(q):
@@ -321,14 +363,24 @@ def params_of(
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     scale = 1 / math.sqrt(q.shape[2]) if softmax_scale is None else softmax_scale
     return AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse, exact, batch_invariant
+        cu_seqlens_q,
+        max_seqlen_q,
+        causal,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        sinks,
+        leftpad_k,
+        return_lse,
+        exact,
+        batch_invariant,
     )
 
 
 def _no_pages(given: object, call: str) -> TypeError:
     return TypeError(
-        f"{call} takes KVPages, and got {type(given).__name__}: for a PagedKVCache pass cache.pages(layer), or call its own append and "
-        "attention"
+        f"{call} takes KVPages, and got {type(given).__name__}: for a PagedKVCache pass cache.pages(layer), or call "
+        f"its own append and attention"
     )
 
 
@@ -340,7 +392,9 @@ def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
     if unobserved(q) and out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr():
         (out_first, out_end), (q_first, q_end) = _span(out), _span(q)
         if out_first < q_end and q_first < out_end:
-            raise ValueError("out shares memory with q, which kernels still read while they write out: pass other memory")
+            raise ValueError(
+                "out shares memory with q, which kernels still read while they write out: pass other memory"
+            )
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:
@@ -350,21 +404,36 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * x.itemsize if first else 0
 
 
-def _longest(x: torch.Tensor, pages: KVPages, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, cu_name: str, max_name: str) -> int:
+def _longest(
+    x: torch.Tensor,
+    pages: KVPages,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    cu_name: str,
+    max_name: str,
+) -> int:
     """The largest number of new tokens of a sequence. Without `cu_seqlens`, all sequences have this number."""
     if cu_seqlens is not None:
         if max_seqlen is None:
-            raise ValueError(f"{cu_name} needs {max_name}, the largest number of tokens of a sequence, as a Python int; got none")
+            raise ValueError(
+                f"{cu_name} needs {max_name}, the largest number of tokens of a sequence, as a Python int; got none"
+            )
         if (type(max_seqlen) is not int and not is_whole(max_seqlen)) or not 0 <= max_seqlen <= LARGEST:
-            raise ValueError(f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}")
+            raise ValueError(
+                f"{max_name} must be a Python int >= 0, because the host sizes launches by it; got {max_seqlen!r}"
+            )
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen
     tokens, num_seqs = x.shape[0], pages.num_seqs
     if not tokens:
         return 0
     if not num_seqs or tokens % num_seqs:
-        raise ValueError(f"{tokens} tokens cannot be divided evenly among {num_seqs} sequences; give {cu_name} and {max_name}")
+        raise ValueError(
+            f"{tokens} tokens cannot be divided evenly among {num_seqs} sequences; give {cu_name} and {max_name}"
+        )
     each = tokens // num_seqs
     if max_seqlen is not None and max_seqlen != each:
-        raise ValueError(f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither")
+        raise ValueError(
+            f"without {cu_name} every sequence has {each} tokens, and {max_name} is {max_seqlen}: give both or neither"
+        )
     return each

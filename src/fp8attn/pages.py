@@ -21,16 +21,19 @@ from .formats.spec import PageSpec
 class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
 
-    A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and a header of 128
-    bytes, which holds K's scale, V's scale (float32), a mark of serving engines and zeros. The bytes depend only on the page's tokens and
-    on the static format and means. So a page is copied, shared, saved or moved by its bytes.
+    A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and
+    a header of 128 bytes, which holds K's scale, V's scale (float32), a mark of serving engines and zeros. The bytes
+    depend only on the page's tokens and on the static format and means. So a page is copied, shared, saved or moved by
+    its bytes.
 
-    Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of the page table may
-    have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K and finite in V (0 * NaN would be NaN).
+    Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of
+    the page table may have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K
+    and finite in V (0 * NaN would be NaN).
 
     Attributes:
         pool: `[num_pages, num_kv_heads, format.layout.nbytes]` uint8, with an address that is a multiple of 16 bytes.
-        page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any valid page.
+        page_table: `[num_seqs, max_pages]` int32, the pages of each sequence in order. Entries past its length name any
+            valid page.
         cache_seqlens: `[num_seqs]` int32, number of tokens of each sequence.
         format: what the bytes mean: codecs, rotation, static means.
     Raises:
@@ -42,7 +45,8 @@ class KVPages:
     cache_seqlens: torch.Tensor
     format: KVFormat
 
-    # The lengths of the last append. `PagedKVCache` sets them after a ragged append, so that attention refuses to split queries evenly.
+    # The lengths of the last append. `PagedKVCache` sets them after a ragged append, so that attention refuses to split
+    # queries evenly.
     ragged: ClassVar[tuple[int, ...] | None] = None
 
     def __post_init__(self) -> None:
@@ -51,28 +55,39 @@ class KVPages:
             return
         format = self.format
         if not isinstance(format, KVFormat):
-            raise ValueError(f"format must be a KVFormat; got {type(format).__name__} (KVPages.empty and fp8attn.from_dense make one)")
+            raise ValueError(
+                f"format must be a KVFormat; got {type(format).__name__} (KVPages.empty and fp8attn.from_dense make "
+                f"one)"
+            )
         for name in ("pool", "page_table", "cache_seqlens"):
             if not isinstance(getattr(self, name), torch.Tensor):
                 raise ValueError(f"{name} must be a tensor; got {type(getattr(self, name)).__name__}")
         spec, nbytes = format.spec, format.layout.nbytes
         if self.pool.dim() != 3 or self.pool.shape[2] != nbytes or self.page_table.dim() != 2:
             raise ValueError(
-                f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {self.head_dim}, and page_table [num_seqs, max_pages]; got "
-                f"{tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
+                f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {self.head_dim}, and page_table "
+                f"[num_seqs, max_pages]; got {tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
             )
         means = (self.num_kv_heads, spec.k_dim), (self.num_kv_heads, spec.v_dim)
         for name, x, shape, dtype in (
-            ("pool", self.pool, self.pool.shape, torch.uint8), ("page_table", self.page_table, self.page_table.shape, torch.int32),
+            ("pool", self.pool, self.pool.shape, torch.uint8), ("page_table", self.page_table, self.page_table.shape,
+            torch.int32),
             ("cache_seqlens", self.cache_seqlens, (self.num_seqs,), torch.int32),
-            ("stored_k_mean", format.stored_k_mean, means[0], torch.float32), ("v_mean", format.v_mean, means[1], torch.float32),
+            ("stored_k_mean", format.stored_k_mean, means[0], torch.float32),
+            ("v_mean", format.v_mean, means[1], torch.float32),
         ):  # fmt: skip
             if x is not None:
                 check_tensor(x, name, shape, dtype, self.device, contiguous=name != "page_table")
-        if type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16:  # the fake tensors of a compilation have no address
-            raise ValueError("pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it")
+        if (
+            type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16
+        ):  # the fake tensors of a compilation have no address
+            raise ValueError(
+                "pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it"
+            )
         if self.page_table.shape[1] > 1 and self.page_table.stride(1) != 1:
-            raise ValueError(f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()")
+            raise ValueError(
+                f"page_table must have its rows contiguous; got strides {self.page_table.stride()}: call .contiguous()"
+            )
 
     @classmethod
     def trusted(cls, pool: Any, page_table: Any, cache_seqlens: Any, format: KVFormat) -> KVPages:
@@ -84,7 +99,9 @@ class KVPages:
         return pages
 
     def with_tables(self, page_table: torch.Tensor, cache_seqlens: torch.Tensor) -> KVPages:
-        """These pages with other tables, which are not checked, as those of other sequences. (`dataclasses.replace` checks them.)"""
+        """These pages with other tables, which are not checked, as those of other sequences. (`dataclasses.replace`
+        checks them.)
+        """
         return KVPages.trusted(self.pool, page_table, cache_seqlens, self.format)
 
     def with_pool(self, pool: torch.Tensor) -> KVPages:
@@ -114,7 +131,8 @@ class KVPages:
     ) -> KVPages:
         """Pages without tokens: all bytes and lengths are zero.
 
-        Sequence b has the pages `b * max_pages` to `(b + 1) * max_pages - 1` in order. If the pool has fewer pages, every entry of the page
+        Sequence b has the pages `b * max_pages` to `(b + 1) * max_pages - 1` in order. If the pool has fewer pages,
+        every entry of the page
         table is 0: write the pages of each sequence into `page_table` before the first append.
 
         Args:
@@ -124,13 +142,19 @@ class KVPages:
             device: the device of all tensors.
             key_dtype: the format of keys, as `PagedKVCache` takes it.
             rotate_keys: whether K is stored rotated.
-            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V. None: zero.
+            k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V. None:
+                zero.
         Raises:
             ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
         """
         if (refusal := PageSpec.of(head_dim, key_dtype).refusal) is not None:
             raise UsageError(refusal)
-        for size, name in ((num_pages, "num_pages"), (num_kv_heads, "num_kv_heads"), (num_seqs, "num_seqs"), (max_pages, "max_pages")):
+        for size, name in (
+            (num_pages, "num_pages"),
+            (num_kv_heads, "num_kv_heads"),
+            (num_seqs, "num_seqs"),
+            (max_pages, "max_pages"),
+        ):
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
         device = torch.empty(0, device=device).device  # with its index
@@ -149,7 +173,8 @@ class KVPages:
         format = self.format
         return (
             f"KVPages({self.num_seqs} seqs, {self.num_pages} pages, {self.num_kv_heads} KV heads of {self.head_dim}, "
-            f"{self.nbytes / 2**20:.1f} MiB, {format.k.name} keys, {'rotated' if format.rotate else 'not rotated'}, {self.device})"
+            f"{self.nbytes / 2**20:.1f} MiB, {format.k.name} keys, {'rotated' if format.rotate else 'not rotated'}, "
+            f"{self.device})"
         )
 
     def __deepcopy__(self, memo: dict) -> KVPages:
@@ -220,8 +245,8 @@ class KVPages:
         """Tokens `first` to `length - 1` of sequence `seq`, dequantized.
 
         Returns:
-            K (rotated back) and V, each `[length - first, num_kv_heads, head_dim]` in `dtype`. They are computed in float64 if `dtype` is
-            float64, otherwise in float32.
+            K (rotated back) and V, each `[length - first, num_kv_heads, head_dim]` in `dtype`. They are computed in
+            float64 if `dtype` is float64, otherwise in float32.
         Raises:
             ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
@@ -229,7 +254,8 @@ class KVPages:
             raise ValueError(f"the pages hold the sequences 0 to {self.num_seqs - 1}; got {seq}")
         if not 0 <= length <= PAGE_SIZE * self.page_table.shape[1]:
             raise ValueError(
-                f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a sequence"
+                f"length is {length}, and page_table has pages for {PAGE_SIZE * self.page_table.shape[1]} tokens of a "
+                f"sequence"
             )
         ids = self.page_table[seq, first // PAGE_SIZE : -(-length // PAGE_SIZE)].long()
         tokens = slice(first % PAGE_SIZE, length - first // PAGE_SIZE * PAGE_SIZE)
@@ -247,7 +273,9 @@ class KVPages:
             `[B, num_kv_heads, N * 128, head_dim]`. Tokens past the end of a sequence are unspecified.
         """
         form = self.format
-        codes, scale, mean = (self.k, self.k_scale, form.stored_k_mean) if which == "k" else (self.v, self.v_scale, form.v_mean)
+        codes, scale, mean = (
+            (self.k, self.k_scale, form.stored_k_mean) if which == "k" else (self.v, self.v_scale, form.v_mean)
+        )
         # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
         x = codes.view(torch.uint8)[ids].view(codes.dtype).to(dtype)
         x = (x if which == "k" else v_rows(x)) * scale[ids].to(dtype)[..., None, None]

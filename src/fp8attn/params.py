@@ -19,7 +19,9 @@ MOST_DENSE = 256  # channels of a head in a dense call
 AttentionOption = Literal["window", "softcap", "sinks", "exact", "batch_invariant"]
 
 
-def options_of(*, window: object, softcap: object, sinks: object, exact: bool, batch_invariant: bool) -> frozenset[AttentionOption]:
+def options_of(
+    *, window: object, softcap: object, sinks: object, exact: bool, batch_invariant: bool
+) -> frozenset[AttentionOption]:
     """The options that attention has, of all their values: those that are neither None nor False."""
     given: dict[AttentionOption, object] = {
         "window": window, "softcap": softcap, "sinks": sinks, "exact": exact, "batch_invariant": batch_invariant
@@ -28,7 +30,9 @@ def options_of(*, window: object, softcap: object, sinks: object, exact: bool, b
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
-    """Raise UsageError if `backend` is neither "auto" nor one of `names`. Whether it can run depends on the device and the dtype."""
+    """Raise UsageError if `backend` is neither "auto" nor one of `names`. Whether it can run depends on the device and
+    the dtype.
+    """
     if backend not in ("auto", *names):
         raise UsageError(f"unknown backend {backend!r}; choose {', '.join(map(repr, ('auto', *names)))}")
 
@@ -39,20 +43,25 @@ class AttentionParams(NamedTuple):
         out = softmax(mask(softcap(softmax_scale * q k^T))) v
 
     Attributes:
-        cu_seqlens_q: `[num_seqs + 1]` int32, the index in T of each sequence's first query, then T. None: every sequence has T / num_seqs.
-        max_seqlen_q: the largest number of queries of a sequence. With a smaller number, a GPU leaves rows of the output unspecified.
-        causal: query i of n sees the keys up to its own position, `cache_seqlens - n + i`. False: it sees all keys of its sequence.
+        cu_seqlens_q: `[num_seqs + 1]` int32, the index in T of each sequence's first query, then T. None: every
+            sequence has T / num_seqs.
+        max_seqlen_q: the largest number of queries of a sequence. With a smaller number, a GPU leaves rows of the
+            output unspecified.
+        causal: query i of n sees the keys up to its own position, `cache_seqlens - n + i`. False: it sees all keys of
+            its sequence.
         softmax_scale: the factor of the scores.
         window: number of positions that a query sees: its own and the `window - 1` before it. 0: no window.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118). 0: no softcap.
-        sinks: `[num_q_heads]` of any floating dtype, a logit that every softmax row of a head has in addition, without a value (gpt-oss).
+        sinks: `[num_q_heads]` of any floating dtype, a logit that every softmax row of a head has in addition, without
+            a value (gpt-oss).
         leftpad_k: `[num_seqs]` int32, number of first tokens of each sequence that are padding. No query sees them.
         return_lse: also return the natural logarithm of the softmax's denominator, sinks included.
-        exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do. What remains is the
-            error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may round them to 8 bits (`hopper`, in prompts).
-        batch_invariant: the result of a query has the same bits whatever the number and lengths of the sequences, the number of queries of
-            its sequence, and the number of keys that it does not see, over the same bytes. It takes longer, most of all with few queries.
-            `triton` refuses it.
+        exact: multiply 16 bits of queries and of softmax weights for any number of rows, as decode steps always do.
+            What remains is the error of stored K and V, and rounding no larger than BF16's. Otherwise a kernel may
+            round them to 8 bits (`hopper`, in prompts).
+        batch_invariant: the result of a query has the same bits whatever the number and lengths of the sequences, the
+            number of queries of its sequence, and the number of keys that it does not see, over the same bytes. It
+            takes longer, most of all with few queries. `triton` refuses it.
     """
 
     cu_seqlens_q: torch.Tensor | None
@@ -72,11 +81,13 @@ class Append(NamedTuple):
     """The options of an append. `ops.append` makes this tuple once, and passes it through the backend to the kernel.
 
     Attributes:
-        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence has `max_seqlen`.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence
+            has `max_seqlen`.
         max_seqlen: the largest number of new tokens of a sequence. With a smaller number, a GPU loses tokens.
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
-        advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them. False: they count the
-            new tokens already, and do not change; a sequence that is shorter than its new tokens pads the batch, and gets none.
+        advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them.
+            False: they count the new tokens already, and do not change; a sequence that is shorter than its new tokens
+                pads the batch, and gets none.
     """
 
     cu_seqlens: torch.Tensor | None

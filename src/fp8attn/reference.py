@@ -1,4 +1,6 @@
-"""Append and attention in plain PyTorch, on any device, without Triton. The tests compare every kernel with these functions."""
+"""Append and attention in plain PyTorch, on any device, without Triton. The tests compare every kernel with these
+functions.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _append_tokens(
     x: torch.Tensor, codec: Codec, pages: torch.Tensor, scale: torch.Tensor, offset: int,
     pack: Callable[[torch.Tensor], torch.Tensor], unpack: Callable[[torch.Tensor], torch.Tensor], static_scales: bool,
 ) -> None:  # fmt: skip
-    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with scales `[P, H]`."""
+    """Write FP32 tokens `x [n, H, D]` as codes into `pages [P, H, ...]`, from token `offset` of the first page, with
+    scales `[P, H]`.
+    """
     heads = x.shape[1]
     held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
     held[:offset] = 2
@@ -155,8 +159,9 @@ def attention(
             if sinks is not None:
                 column = sinks.to(compute_dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat([scores, column], -1)
-            # The largest score is subtracted, because it is exact. The logarithm of the sum is rounded: at scores of 2e5 the weights
-            # would add up to 1.004, and values of 65504 would exceed float16. A row that sees nothing has no weights: zeros, not 0 / 0.
+            # The largest score is subtracted, because it is exact. The logarithm of the sum is rounded: at scores of
+            # 2e5 the weights would add up to 1.004, and values of 65504 would exceed float16. A row that sees nothing
+            # has no weights: zeros, not 0 / 0.
             largest = scores.amax(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -torch.inf)
             largest = largest.masked_fill(largest == -torch.inf, 0.0)
             p = torch.exp(scores - largest[..., None])

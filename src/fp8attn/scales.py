@@ -20,8 +20,9 @@ FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
 RECALIBRATE = "calibrate again (fp8attn_tools.calibrate(model, batches).save(path))"
 TENSORS = ("k_scale", "v_scale", "k_mean", "v_mean")
 OPTIONAL = ("q_scale",)
-# A static mean is subtracted if it is at least this many deviations. A smaller one saves little, and it costs accuracy if a token with most
-# of the attention has a V near zero, as sink tokens have: after subtracting the mean, that V is no longer near zero.
+# A static mean is subtracted if it is at least this many deviations. A smaller one saves little, and it costs accuracy
+# if a token with most of the attention has a V near zero, as sink tokens have: after subtracting the mean, that V is no
+# longer near zero.
 SEVERAL = 4.0
 _NAME = re.compile(rf"model\.layers\.(\d+)\.self_attn\.({'|'.join(TENSORS + OPTIONAL)})")
 
@@ -31,13 +32,14 @@ class LayerScales:
     """Static scales and means of one layer, which a cache uses instead of its pages' own scales.
 
     Attributes:
-        k_scale, v_scale: `[num_kv_heads]` float32, of K as it is stored: after RoPE, rotated with `rotate_keys`, without its mean. A cache
-            rounds scales of E4M3 up to powers of two.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's as the model makes K, not rotated.
+        k_scale, v_scale: `[num_kv_heads]` float32, of K as it is stored: after RoPE, rotated with `rotate_keys`,
+            without its mean. A cache rounds scales of E4M3 up to powers of two.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization; K's as the model makes K,
+            not rotated.
         key_dtype: the format of keys, as `PagedKVCache` takes it.
         rotate_keys: whether K is rotated.
-        q_scale: `[num_q_heads]` float32, of Q after RoPE in K's 8-bit dtype, rotated with `rotate_keys`; None: not calibrated. fp8attn does
-            not use it; engines that quantize Q with a static scale do.
+        q_scale: `[num_q_heads]` float32, of Q after RoPE in K's 8-bit dtype, rotated with `rotate_keys`; None: not
+            calibrated. fp8attn does not use it; engines that quantize Q with a static scale do.
     """
 
     k_scale: torch.Tensor
@@ -54,7 +56,9 @@ class LayerScales:
 
     @cached_property
     def page_scales(self) -> torch.Tensor:
-        """K's and V's scales in the form that pages have, `[num_kv_heads, 2]` float32. Cached, because every cache reads them."""
+        """K's and V's scales in the form that pages have, `[num_kv_heads, 2]` float32. Cached, because every cache
+        reads them.
+        """
         k, v = codec_of(self.key_dtype), E4M3
         return torch.stack([k.needed_scale(self.k_scale * k.max), v.needed_scale(self.v_scale * v.max)], -1)
 
@@ -71,11 +75,11 @@ class KVScales:
         tokens: number of tokens that were counted.
         method: how the scales were chosen: "absmax", "mse", or such as "percentile 99.99".
         sqnr_db: by layer index, (K, V) signal to quantization-noise ratio in dB on a sample of those tokens.
-        k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in deviations, because RoPE
-            rotates the pair too far. Layers where it is less than several are absent.
+        k_offsets: by layer index, the largest offset of a pair of K's channels that no static mean removes, in
+            deviations, because RoPE rotates the pair too far. Layers where it is less than several are absent.
     Raises:
-        UsageError: a scale that is not positive and finite, a mean that is not finite, a wrong shape, or layers with different
-            key_dtype or rotate_keys.
+        UsageError: a scale that is not positive and finite, a mean that is not finite, a wrong shape, or layers with
+            different key_dtype or rotate_keys.
     """
 
     layers: Mapping[int, LayerScales]
@@ -96,7 +100,11 @@ class KVScales:
                 raise UsageError(f"scales for layer {index} of a model of {self.num_layers} layers; {RECALIBRATE}")
             for name in present(layer):
                 tensor = getattr(layer, name)
-                heads = self.num_kv_heads if name != "q_scale" else max(1, tensor.numel() // self.num_kv_heads) * self.num_kv_heads
+                heads = (
+                    self.num_kv_heads
+                    if name != "q_scale"
+                    else max(1, tensor.numel() // self.num_kv_heads) * self.num_kv_heads
+                )
                 shape = (heads,) if name.endswith("scale") else (heads, self.head_dim)
                 if tensor.shape != shape or tensor.dtype != torch.float32:
                     got = f"{list(tensor.shape)} {tensor.dtype}"
@@ -107,11 +115,16 @@ class KVScales:
             codec_of(layer.key_dtype)  # raises UsageError
         ways = {(layer.key_dtype, layer.rotate_keys) for layer in self.layers.values()}
         if len(ways) > 1:
-            raise UsageError(f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}")
+            raise UsageError(
+                f"the layers differ in (key_dtype, rotate_keys): {', '.join(map(str, sorted(ways)))}; {RECALIBRATE}"
+            )
 
     def __repr__(self) -> str:
         first, of = next(iter(self.layers.values())), f" of {self.model_id!r}" if self.model_id else ""
-        return f"KVScales(layers {ranges(self.layers)}{of}, {self.method or 'no method'}, {self.tokens} tokens, {first!r} each)"
+        return (
+            f"KVScales(layers {ranges(self.layers)}{of}, {self.method or 'no method'}, {self.tokens} tokens, {first!r} "
+            f"each)"
+        )
 
     @property
     def key_dtype(self) -> KeyDtype:
@@ -154,7 +167,8 @@ class KVScales:
 
         Args:
             num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
-            model_id: the model's name or folder. Only its last part is compared, because a hub name and a local copy differ in the rest.
+            model_id: the model's name or folder. Only its last part is compared, because a hub name and a local copy
+                differ in the rest.
                 None or empty: not compared.
             key_dtype, rotate_keys: the cache's. None: not compared.
         Raises:
@@ -177,18 +191,20 @@ class KVScales:
         if any(wish is not None and wish != getattr(self, name) for name, wish in wanted.items()):
             raise UsageError(
                 f"these scales are for key_dtype={self.key_dtype!r}, rotate_keys={self.rotate_keys}, and the cache has "
-                f"{', '.join(f'{name}={wish!r}' for name, wish in wanted.items() if wish is not None)}; make the cache with the scales' "
-                "options, or calibrate again with the cache's"
+                f"{', '.join(f'{name}={wish!r}' for name, wish in wanted.items() if wish is not None)}; make the cache "
+                f"with the scales' options, or calibrate again with the cache's"
             )
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file as a whole, and make the folders above it.
 
-        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has the other
-        attributes, as strings.
+        Its tensors are `model.layers.N.self_attn.{k,v}_{scale,mean}`, and `q_scale` if there is one. Its metadata has
+        the other attributes, as strings.
         """
         tensors = {
-            f"model.layers.{index}.self_attn.{name}": getattr(layer, name).cpu().clone(memory_format=torch.contiguous_format)
+            f"model.layers.{index}.self_attn.{name}": getattr(layer, name)
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
             for index, layer in self.layers.items()
             for name in present(layer)
         }
@@ -211,7 +227,9 @@ class KVScales:
             with safe_open(path, "pt") as file:
                 metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}") from error
+            raise UsageError(
+                f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}"
+            ) from error
         if metadata.get("format") != FORMAT:
             found = f"its format is {metadata['format']!r}" if "format" in metadata else "it has no format"
             if metadata.get("format") == "fp8attn.kv_scales.1":
@@ -232,7 +250,9 @@ class KVScales:
             sqnr_db = {int(index): (float(k), float(v)) for index, (k, v) in json.loads(metadata["sqnr_db"]).items()}
             offsets = {int(index): float(offset) for index, offset in json.loads(metadata["k_offsets"]).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}") from error
+            raise UsageError(
+                f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}"
+            ) from error
         layers = {}
         for index in sorted(given):
             layers[index] = LayerScales(**given[index], key_dtype=key_dtype, rotate_keys=rotate_keys)

@@ -1,4 +1,6 @@
-"""How much fits into memory: bytes per token, the longest context and the largest batch, with a BF16 and with an FP8 cache."""
+"""How much fits into memory: bytes per token, the longest context and the largest batch, with a BF16 and with an FP8
+cache.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class CacheShape:
         num_kv_heads, head_dim: the shape of a layer's K, and of its V.
         windows: the window of each sliding layer that an FP8 cache has in pages, in tokens.
         windows_16_bit: the window of each other sliding or chunked layer. These layers stay in 16 bits in either cache.
-        other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They are not counted.
+        other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They
+            are not counted.
     """
 
     full_layers: int
@@ -59,9 +62,10 @@ class CacheShape:
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
         """Bytes of a cache of `batch` sequences of `context` tokens, as `PagedKVCache.nbytes` counts them.
 
-        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all layers, and one length
-        per sequence and layer. Static means are not counted. Layers of one window have one page table. Windows have their
-        pages after a step of decoding; during the forward of a prompt they have those of all its tokens. BF16: the elements. Sliding layers
+        FP8, with INT8 or E4M3 keys: whole pages of 128 tokens, their entries in the page table, which serves all
+        layers, and one length per sequence and layer. Static means are not counted. Layers of one window have one page
+        table. Windows have their pages after a step of decoding; during the forward of a prompt they have those of all
+        its tokens. BF16: the elements. Sliding layers
         in 16 bits: `min(context, window)` tokens.
         """
         per_token = 4 * self.num_kv_heads * self.head_dim
@@ -119,11 +123,14 @@ def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 327
         UsageError: the weights do not fit, or a number is not positive.
     """
     if min(memory, context, batch) < 1 or weights < 0:
-        raise UsageError(f"memory, context and batch must be positive; got {memory}, {context}, {batch} and weights {weights}")
+        raise UsageError(
+            f"memory, context and batch must be positive; got {memory}, {context}, {batch} and weights {weights}"
+        )
     free = memory - weights
     if free <= 0:
         raise UsageError(
-            f"the weights ({human(weights)}) do not fit into a memory of {human(memory)}; pass more memory, or the weights of one GPU"
+            f"the weights ({human(weights)}) do not fit into a memory of {human(memory)}; pass more memory, or the "
+            f"weights of one GPU"
         )
 
     def fit(cache: str) -> Fit:

@@ -18,14 +18,15 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
     """The shape of a model's KV cache, for `plan`.
 
     Raises:
-        UsageError: as `layers_of`; or the layers in 8 bits have different shapes. Then call `plan` with one `CacheShape` for each.
+        UsageError: as `layers_of`; or the layers in 8 bits have different shapes. Then call `plan` with one
+            `CacheShape` for each.
     """
     layers = layers_of(config)
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers if layer.in_pages}
     if len(shapes) > 1:
         raise UsageError(
-            f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): {sorted(shapes)}; call "
-            "fp8attn_tools.plan.plan with a CacheShape of each"
+            f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): {sorted(shapes)}; "
+            f"call fp8attn_tools.plan.plan with a CacheShape of each"
         )
     _, num_kv_heads, head_dim = attention_shape(config)
     full = sum(layer.is_full for layer in layers)
@@ -35,7 +36,9 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
 
 
 def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
-    """Bytes of a model's parameters, and how they were found: from the files of a folder, or from the architecture in 16 bits."""
+    """Bytes of a model's parameters, and how they were found: from the files of a folder, or from the architecture in
+    16 bits.
+    """
     files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if files:
         return sum(file.stat().st_size for file in files), "size of the files"
@@ -45,8 +48,8 @@ def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
 def may_have_biases(config: PreTrainedConfig) -> bool:
     """Whether a model's K or V have biases, by its architecture.
 
-    How large they are is in the weights. `FP8Cache` keeps layers where K's are too large in 16 bits. Then its cache is larger than
-    `shape_of` says.
+    How large they are is in the weights. `FP8Cache` keeps layers where K's are too large in 16 bits. Then its cache is
+    larger than `shape_of` says.
     """
     try:
         built = _shapes(config)

@@ -23,9 +23,15 @@ def test_backends_say_why_not(monkeypatch):
     for capability, dtype, reason in (((8, 9), torch.float16, "not 8.9"), ((9, 0), torch.float32, "not torch.float32")):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device, capability=capability: capability)
         assert reason in unsupported_reason("hopper", "cuda", dtype)
-    assert unsupported_reason("hopper", "cuda", torch.bfloat16) is None and select_backend("auto", "cuda", torch.float16) == "hopper"
+    assert (
+        unsupported_reason("hopper", "cuda", torch.bfloat16) is None
+        and select_backend("auto", "cuda", torch.float16) == "hopper"
+    )
     reason = "take a head_dim of up to 256, not 512; the backend 'triton' takes it"
-    assert reason in unsupported_reason("hopper", "cuda", torch.float16, 512) and select_backend("auto", "cuda", head_dim=512) == "triton"
+    assert (
+        reason in unsupported_reason("hopper", "cuda", torch.float16, 512)
+        and select_backend("auto", "cuda", head_dim=512) == "triton"
+    )
     with pytest.raises(ValueError, match=r"'hopper' cannot run here: .* not 512"):
         select_backend("hopper", "cuda", torch.float16, 512)
     assert "no Triton on cpu" in unsupported_reason("triton", "cpu", torch.bfloat16)
@@ -46,9 +52,16 @@ def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monk
     monkeypatch.setattr(hopper, "_has_gluon", lambda: True)
     monkeypatch.setattr(triton, "TRITON_INSTALLED", True)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    for backend, device in ((hopper.Hopper, gpu), (triton.Triton, gpu), (reference.Reference, cpu), (reference.Reference, gpu)):
+    for backend, device in (
+        (hopper.Hopper, gpu),
+        (triton.Triton, gpu),
+        (reference.Reference, cpu),
+        (reference.Reference, gpu),
+    ):
         assert f"there are no pages {named}: K and V must" in backend.supports(spec, torch.bfloat16, device)
-        with pytest.raises(ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"):
+        with pytest.raises(
+            ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"
+        ):
             choose(backend.name, device, torch.bfloat16, spec)
         assert backend.supports(PageSpec.of(64), torch.bfloat16, device) is None
 
@@ -60,14 +73,18 @@ def test_auto_never_falls_back_from_a_gpu():
         select_backend("auto", "cuda", torch.float32)
     assert unsupported_reason("auto", "cpu") is None and unsupported_reason("auto", "cuda", torch.float16) is None
     assert unsupported_reason("auto", "cuda", torch.float32) == unsupported_reason("triton", "cuda", torch.float32)
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference', 'fa3'"):
+    with pytest.raises(
+        ValueError, match="unknown backend 'cuda'; choose 'auto', 'hopper', 'triton', 'reference', 'fa3'"
+    ):
         unsupported_reason("cuda", "cpu")
 
 
 def test_fa3_has_reasons_and_takes_no_pages():
     assert (*BACKENDS, "fa3") == DENSE_BACKENDS
     assert unsupported_reason("fa3", "cpu") == "FlashAttention-3 is for NVIDIA GPUs, not cpu"
-    with pytest.raises(ValueError, match="'fa3' takes dense K and V, not pages; choose 'auto', 'hopper', 'triton', 'reference'"):
+    with pytest.raises(
+        ValueError, match="'fa3' takes dense K and V, not pages; choose 'auto', 'hopper', 'triton', 'reference'"
+    ):
         select_backend("fa3", "cpu", torch.bfloat16)
 
 
@@ -92,13 +109,19 @@ print(sorted(m for m in sys.modules if m.startswith("fp8attn.kernels.")))
 fp8attn.backends.load("reference")
 print("triton" in sys.modules)
 """
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert printed == ["['fp8attn.kernels.machine']", "False"]
 
 
 def test_one_backend_is_made_once():
     cpu, found = torch.device("cpu"), load("reference")
-    assert find("auto", cpu, torch.float32, PageSpec.of(64).name) is found is find("reference", cpu, torch.float16, PageSpec.of(512).name)
+    assert (
+        find("auto", cpu, torch.float32, PageSpec.of(64).name)
+        is found
+        is find("reference", cpu, torch.float16, PageSpec.of(512).name)
+    )
 
 
 def test_dense_queries_are_tokens():

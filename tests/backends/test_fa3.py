@@ -23,23 +23,39 @@ def rows(batch=2, heads=4, kv_heads=2, q_len=7, kv_len=19, head_dim=16):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "schema"), [("flash_attn_interface", UPSTREAM), ("fa3_fwd_interface", UPSTREAM), ("vllm", VLLM)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("flash_attn_interface", UPSTREAM), ("fa3_fwd_interface", UPSTREAM), ("vllm", VLLM)]
+)
 def test_a_build_is_called_by_its_schema(builds, name, schema, causal):
     fake = Fake(schema)
     builds(**{name: fake})
     (q, k, v), scales = rows()
     out = attend(q, k, v, *scales, causal=causal, softmax_scale=0.25)
     dequantized = [
-        x.float() * scale.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None] for x, scale in zip((q, k, v), scales, strict=True)
+        x.float() * scale.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+        for x, scale in zip((q, k, v), scales, strict=True)
     ]
     assert relative_error(out, exact(*dequantized, 0.25, causal)) <= 2**-8
     [given] = fake.calls
     assert (given["is_causal"], given["softmax_scale"]) == (causal, 0.25)
-    asked = {"q", "k", "v", "out", "q_descale", "k_descale", "v_descale", "is_causal", "softmax_scale", "max_seqlen_q", "max_seqlen_k"}
+    asked = {
+        "q",
+        "k",
+        "v",
+        "out",
+        "q_descale",
+        "k_descale",
+        "v_descale",
+        "is_causal",
+        "softmax_scale",
+        "max_seqlen_q",
+        "max_seqlen_k",
+    }
     asked |= {"cu_seqlens_q", "cu_seqlens_k"} if name == "vllm" else {"max_seqlen_q", "max_seqlen_k"}
     rest = {key: x for key, x in given.items() if key not in asked}
     neutral = {
-        "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "attention_chunk": 0, "num_splits": 0, "sm_margin": 0,
+        "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "attention_chunk": 0, "num_splits": 0,
+        "sm_margin": 0,
         "is_rotary_interleaved": False, "cp_world_size": 1, "cp_rank": 0,
     }  # fmt: skip
     assert rest == {key: neutral.get(key) for key in rest}
@@ -93,7 +109,9 @@ def test_a_build_with_arguments_unknown_is_refused(builds):
 
 
 def test_a_library_is_loaded_without_its_package(builds, monkeypatch, tmp_path):
-    """A library that does not load, or registers another op, is an error that says so. A missing library is searched for again."""
+    """A library that does not load, or registers another op, is an error that says so. A missing library is searched
+    for again.
+    """
     package = tmp_path / "fp8attn_fake_fa3"
     builds()
     monkeypatch.setattr(fa3, "BUILDS", {"vllm": ("fp8attn_test_late", "fp8attn_fake_fa3", "inner/_C*.so")})
@@ -132,7 +150,9 @@ def test_reasons(builds, monkeypatch):
 LENGTHS = (1024, 8192, 32768)
 
 
-@pytest.mark.parametrize(("levels", "schema", "name"), [(1, UPSTREAM, "fa3_fwd_interface"), (2, UPSTREAM, "flash_attn_interface")])
+@pytest.mark.parametrize(
+    ("levels", "schema", "name"), [(1, UPSTREAM, "fa3_fwd_interface"), (2, UPSTREAM, "flash_attn_interface")]
+)
 def test_the_probe_tells_one_level_from_two(builds, levels, schema, name, monkeypatch):
     builds(**{name: Fake(schema, levels)})
     monkeypatch.setattr(accumulation, "QUERIES", 1)
@@ -153,13 +173,20 @@ def test_the_exact_reference_is_two_level():
     """Our op as the probe calls it, on the CPU's reference."""
     from fp8attn import scaled_dot_product_attention_quantized
 
-    found = measure(lambda q, k, v: scaled_dot_product_attention_quantized(q[:, :1, :1], k, v).expand(q.shape), "cpu", (256, 1000))
+    found = measure(
+        lambda q, k, v: scaled_dot_product_attention_quantized(q[:, :1, :1], k, v).expand(q.shape), "cpu", (256, 1000)
+    )
     assert found.levels == 2 and max(found.errors.values()) < 2e-3
 
 
 def test_what_is_said():
     found = Accumulation({1024: 0.004, 2048: 0.03, 8192: 0.12, 131072: 0.65})
     assert (found.levels, found.hurts_from) == (1, 2048)
-    assert str(found) == "single-level: hurts from 2,048 tokens where V has a mean (3.0% at 2,048, 12.0% at 8,192, 65.0% at 131,072)"
-    assert str(Accumulation({1024: 0.002, 131072: 0.05})).endswith("from 131,072 tokens where V has a mean (5.0% at 131,072)")
+    assert (
+        str(found)
+        == "single-level: hurts from 2,048 tokens where V has a mean (3.0% at 2,048, 12.0% at 8,192, 65.0% at 131,072)"
+    )
+    assert str(Accumulation({1024: 0.002, 131072: 0.05})).endswith(
+        "from 131,072 tokens where V has a mean (5.0% at 131,072)"
+    )
     assert "fp8attn hopper" in accumulation.kernels()

@@ -47,7 +47,9 @@ def test_sampled_queries_hold_both_ends_once():
 def test_decibels_of_a_layer_are_those_of_its_rows():
     shape = problem.square(128, True, 40, q_heads=sdpa.HEADS, kv_heads=sdpa.KV_HEADS)
     q, k, v = sdpa.make_inputs(shape)
-    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
+    )
     assert sdpa.decibels(shape, exact, q, k, v) > 200
     assert sdpa.decibels(shape, exact * 1.01, q, k, v) == pytest.approx(40.0)
 
@@ -56,7 +58,10 @@ def test_cases_of_the_kernels():
     assert len(accuracy.CASES) == 3 * (3 * 8 + 2)  # means; phases and lengths; a million tokens
     assert accuracy.CASES["full-mean1-D128-S1048576"].shape == Shape((1 << 20,), (128,), 2, 2, 128, False)
     assert decode.CASES["B16-S8192-G16"] == Shape((8192,) * 16, (1,) * 16, 64, 4, 128, True)
-    assert decode.CASES["B64-S8192-ragged"].keys[::63] == (8192, 1) and decode.CASES["B1-S8192"].kv_elements == 2 * 8192 * 8 * 128
+    assert (
+        decode.CASES["B64-S8192-ragged"].keys[::63] == (8192, 1)
+        and decode.CASES["B1-S8192"].kv_elements == 2 * 8192 * 8 * 128
+    )
     assert {shape.uniform for name, shape in prefill.CASES.items() if name != "varlen-mix"} == {True}
 
 
@@ -70,7 +75,9 @@ def test_exact_is_attention_over_the_held_bytes(impl):
     pairs = []
     for seq, keys in enumerate(RAGGED.keys):
         rows, last_key = RAGGED.rows(seq), RAGGED.last_key(seq, torch.arange(RAGGED.queries[seq], device=DEVICE))
-        pairs.append((out[rows], measure.exact(q[rows], *pages.read(seq, keys, torch.float64), RAGGED.softmax_scale, last_key)))
+        pairs.append(
+            (out[rows], measure.exact(q[rows], *pages.read(seq, keys, torch.float64), RAGGED.softmax_scale, last_key))
+        )
     assert measure.relative(pairs) < 1e-13
 
 

@@ -25,7 +25,9 @@ def runner(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "benchmarks", lambda: {"made": "Something measured."})
     monkeypatch.setattr(results, "save", lambda name, rows, peers: kept.append((name, rows)))
     monkeypatch.setattr(results, "add", lambda name, rows, peers: kept.append((f"more of {name}", rows)))
-    monkeypatch.setattr(results, "require_new", lambda name, cases: kept.append(("wanted", [{"case": case} for case in cases])))
+    monkeypatch.setattr(
+        results, "require_new", lambda name, cases: kept.append(("wanted", [{"case": case} for case in cases]))
+    )
     monkeypatch.setenv("FP8ATTN_COMMIT", "abc")
     results.commit.cache_clear()
 
@@ -42,10 +44,14 @@ def runner(monkeypatch, tmp_path):
 
 def test_cases_are_chosen_by_parts_of_their_names_and_kept_on_request(runner, capsys):
     assert runner("made", "a-") == []
-    assert capsys.readouterr().out.startswith("\na-1\n  fp8attn                   ms 1  1.000 of the first's time\n\na-2\n")
+    assert capsys.readouterr().out.startswith(
+        "\na-1\n  fp8attn                   ms 1  1.000 of the first's time\n\na-2\n"
+    )
     [(name, rows)] = runner("made", "--save")
     assert name == "made" and [(row["case"], row["ms"]) for row in rows] == [("a-1", 1.0), ("a-2", 2.0), ("b", 3.0)]
-    added = [(name, [row["case"] for row in rows]) for name, rows in runner("made", "a-", "--save")]  # each case when it is measured
+    added = [
+        (name, [row["case"] for row in rows]) for name, rows in runner("made", "a-", "--save")
+    ]  # each case when it is measured
     assert added == [("wanted", ["a-1", "a-2"]), ("more of made", ["a-1"]), ("more of made", ["a-2"])]
     capsys.readouterr()
     assert runner("made", "--list") == [] and capsys.readouterr().out.endswith("a-1\na-2\nb\n")
@@ -70,7 +76,9 @@ def test_rows_are_in_a_folder_before_the_next_case_fails(runner, monkeypatch, tm
 def test_every_benchmark_is_listed(capsys, monkeypatch):
     found = run.benchmarks()
     assert {"prefill", "decode", "append", "sdpa", "accuracy", "accumulation", "overhead", "triton"} <= found.keys()
-    assert {"run", "measure", "problem", "sides"}.isdisjoint(found) and found["prefill"] == "Prefill attention, compared with its peers."
+    assert {"run", "measure", "problem", "sides"}.isdisjoint(found) and found[
+        "prefill"
+    ] == "Prefill attention, compared with its peers."
     monkeypatch.setattr(sys, "argv", ["run", "nothing"])
     with pytest.raises(SystemExit, match="there is no benchmark nothing"):
         run.main()
@@ -78,7 +86,9 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
-    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and it has no torchao."""
+    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and
+    it has no torchao.
+    """
 
     paths = {name: f"nvidia/cudnn/lib/lib{name}.so.9" for name in cudnn.LIBRARIES}
 
@@ -86,7 +96,9 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
         folder, release = command[-2], command[-1]
         name = release.split("==")[0].replace("-", "_")
         if name == "torchao":
-            return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution found for torchao==0.18.0\n")
+            return subprocess.CompletedProcess(
+                command, 1, "", "noise\nERROR: No matching distribution found for torchao==0.18.0\n"
+            )
         with zipfile.ZipFile(f"{folder}/{name}-{release.split('==')[1]}-py3-none-any.whl", "w") as wheel:
             for path in ("fa3_fwd/_C.abi3.so", *paths.values()):
                 wheel.writestr(path, b"library of " + path.encode())

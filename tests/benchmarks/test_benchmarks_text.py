@@ -22,7 +22,9 @@ def given(tiny_model):
 @torch.no_grad()
 def logits(model, windows, cache=None):
     given = {"use_cache": False} if cache is None else {"past_key_values": cache}
-    return torch.cat([model(input_ids=window[None, :-1], **given).logits for window in windows]).double().log_softmax(-1)
+    return (
+        torch.cat([model(input_ids=window[None, :-1], **given).logits for window in windows]).double().log_softmax(-1)
+    )
 
 
 def test_what_8_bits_cost_a_real_model(given):
@@ -35,7 +37,8 @@ def test_what_8_bits_cost_a_real_model(given):
     losses = [-x.gather(2, windows[:, 1:, None])[..., 0] for x in (exact, held)]
     bf16 = rows["bf16"]
     assert bf16["ppl"] == pytest.approx(math.exp(losses[1].mean()), rel=1e-4)
-    # K and V in bfloat16 change little: what float32 and the order of sums leave of so small a divergence is a hundredth of the others'.
+    # K and V in bfloat16 change little: what float32 and the order of sums leave of so small a divergence is a
+    # hundredth of the others'.
     assert bf16["kl"] == pytest.approx((exact.exp() * (exact - held)).sum(-1).mean().item(), abs=2e-6)
     assert bf16["top1"] == pytest.approx((exact.argmax(-1) == held.argmax(-1)).double().mean().item())
     assert bf16["d_ppl_pct"] == bf16["d_ppl_se"] == bf16["kl_excess"] == 0
@@ -46,7 +49,8 @@ def test_what_8_bits_cost_a_real_model(given):
         if impl != "bf16":
             assert 1e-5 < row["kl_excess"] < 0.05
             assert abs(row["d_ppl_pct"]) < 5 * row["d_ppl_se"] < 10
-    # The reference has one arithmetic for any number of queries; rounding queries too costs more; what is not rounded costs less.
+    # The reference has one arithmetic for any number of queries; rounding queries too costs more; what is not rounded
+    # costs less.
     assert rows["fp8attn-int8-keys-prefill"]["kl"] == rows["fp8attn-int8-keys-decode"]["kl"]
     assert rows["scale-1-prefill"]["kl"] > 1.2 * rows["scale-1-decode"]["kl"]
     assert rows["transformers-fp8-prefill"]["kl"] < rows["transformers-fp8-decode"]["kl"]
@@ -61,9 +65,17 @@ def test_a_cache_that_overflows_gives_no_numbers(given, monkeypatch):
 
 
 def test_what_the_demo_finds_has_its_cases(monkeypatch):
-    found = {"bytes_per_token_bf16": 1, "ppl_scale-1": 2, "kl_fp8": 3, "needle_model": "m", "needle_fp8": 4, "needle_cells_equal": 5}
+    found = {
+        "bytes_per_token_bf16": 1,
+        "ppl_scale-1": 2,
+        "kl_fp8": 3,
+        "needle_model": "m",
+        "needle_fp8": 4,
+        "needle_cells_equal": 5,
+    }
     monkeypatch.setattr(demo, "run", lambda folder, device, model: found | {"greedy_tokens": 6})
     assert [tuple(row.values()) for row in demo.measure("demo")] == [
-        ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "scale-1", 2), ("demo-kl", "fp8", 3), ("demo-needle_model", "fp8", "m"),
+        ("demo-bytes_per_token", "bf16", 1), ("demo-ppl", "scale-1", 2), ("demo-kl", "fp8", 3),
+        ("demo-needle_model", "fp8", "m"),
         ("demo-needle", "fp8", 4), ("demo-needle_cells_equal", "fp8", 5), ("demo-greedy_tokens", "fp8", 6),
     ]  # fmt: skip

@@ -16,7 +16,9 @@ def test_a_folder_has_the_weights_in_fp32(tmp_path):
     want = write_gguf(tmp_path / "tiny.gguf")
     from_gguf.convert(tmp_path / "tiny.gguf", tmp_path / "folder")
     model, tokenizer = models.load(tmp_path / "folder", device="cpu")
-    assert {x.dtype for x in model.parameters()} == {torch.float32} and tokenizer.decode(tokenizer("abc")["input_ids"]) == "abc"
+    assert {x.dtype for x in model.parameters()} == {torch.float32} and tokenizer.decode(
+        tokenizer("abc")["input_ids"]
+    ) == "abc"
     assert torch.equal(model.model.embed_tokens.weight, want["token_embd.weight"])
 
 

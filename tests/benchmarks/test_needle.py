@@ -35,14 +35,19 @@ def rows(tmp_path_factory):
     """The rows of two cases of two samples of 512 tokens each, by case and implementation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(needle, "SAMPLES", tmp_path_factory.mktemp("needle"))
-        cases = {"plain": needle.Case(512, 0, 2, needle.IMPLS), "stress": needle.Case(512, 3, 2, ("bf16", "fp8attn", "fa3-fp8"))}
+        cases = {
+            "plain": needle.Case(512, 0, 2, needle.IMPLS),
+            "stress": needle.Case(512, 3, 2, ("bf16", "fp8attn", "fa3-fp8")),
+        }
         patch.setattr(needle, "CASES", cases)
         patch.setattr(needle, "KERNELS", dict.fromkeys(needle.KERNELS, kernel))
         patch.setattr(needle, "CALIBRATION", (256, 2))
         patch.setattr(peers, "available", lambda: frozenset({"fa3", "vllm_fa3"}))
         needle.systems.cache_clear()
         needle.main()
-        assert len({len(sample.tokens) for sample in needle.load_samples(needle.prompts(512))}) == 2, "no prompt is padded"
+        assert len({len(sample.tokens) for sample in needle.load_samples(needle.prompts(512))}) == 2, (
+            "no prompt is padded"
+        )
         found = {(case, row["impl"]): row for case in cases for row in needle.measure(case)}
         patch.setattr(needle, "CASES", {"none": needle.Case(1024, 0, 2, needle.IMPLS)})
         assert list(needle.measure("none")) == []
@@ -69,7 +74,9 @@ def test_every_system_answers(rows):
 def test_answers_that_are_exact_stay_right(rows):
     """BF16 and our cache find the needles of short prompts, also beside planted outliers, and 8 bits without them."""
     right = {key: row["accuracy"] for key, row in rows.items()}
-    assert all(accuracy == 1.0 for (case, impl), accuracy in right.items() if case == "plain" or impl in ("bf16", "fp8attn")), right
+    assert all(
+        accuracy == 1.0 for (case, impl), accuracy in right.items() if case == "plain" or impl in ("bf16", "fp8attn")
+    ), right
 
 
 def test_a_row_counts_pairs_and_depths():
@@ -77,7 +84,9 @@ def test_a_row_counts_pairs_and_depths():
         return [Outcome(cache, "t", 512, i, i / 20, ("7",), "", score) for i, score in enumerate(scores)]
 
     row = needle.row_of(
-        "c", "x", outcomes("bf16", [1.0] * 15 + [0.0] * 5) + outcomes("x", [0.0] * 5 + [1.0] * 10 + [0.0, 1.0, 0.0, 0.0, 0.0])
+        "c",
+        "x",
+        outcomes("bf16", [1.0] * 15 + [0.0] * 5) + outcomes("x", [0.0] * 5 + [1.0] * 10 + [0.0, 1.0, 0.0, 0.0, 0.0]),
     )
     assert (row["accuracy"], row["lost"], row["won"], row["difference"]) == (11 / 20, 5, 1, pytest.approx(-0.2))
     assert row["depths"]["0.05"] == [0.0, 2] and row["depths"]["0.25"] == [0.5, 2] and row["depths"]["0.35"] == [1.0, 2]

@@ -20,12 +20,15 @@ def test_a_file_is_a_peer(monkeypatch, tmp_path):
     """A new file is in `make peers`, in the benchmarks and in the tables, with no other file changed."""
     (tmp_path / "made.py").write_text(
         "from benchmarks.peers.peer import Call, Peer, Wheel\n"
-        "PEER = Peer({'made': Call(None, 'Made', '#123456', prefill=True, levels=1)}, (Wheel('made==1.0'),), release=lambda: 'made 1.0')\n"
+        "PEER = Peer({'made': Call(None, 'Made', '#123456', prefill=True, levels=1)}, (Wheel('made==1.0'),), "
+        "release=lambda: 'made 1.0')\n"
     )
     monkeypatch.setattr(peers, "__path__", [*peers.__path__, str(tmp_path)])
     found = peers._found()
     assert found.keys() == {*peers.PEERS, "made"}
-    assert peers.PEERS.keys() == {path.stem for path in Path(peers.__file__).parent.glob("*.py") if "\nPEER = " in path.read_text()}
+    assert peers.PEERS.keys() == {
+        path.stem for path in Path(peers.__file__).parent.glob("*.py") if "\nPEER = " in path.read_text()
+    }
     monkeypatch.setattr(peers, "PEERS", found)
     monkeypatch.setattr(peers, "available", lambda: found.keys())
     assert peers.of("made") == "made" and peers.of("vllm-fa3-fp8-split") == "vllm_fa3" and peers.of("fp8attn") is None
@@ -37,7 +40,9 @@ def test_a_file_is_a_peer(monkeypatch, tmp_path):
 def test_pages_hold_each_sequence_in_order_and_zeros_behind_it(heads_first, dtype):
     _, k, v = (x.to(dtype) for x in STEP.inputs())
     made = pages.fill(STEP, k, v, heads_first=heads_first)
-    assert made.pool.shape[2:] == ((2, pages.SIZE, 128) if heads_first else (pages.SIZE, 2, 128)) and made.used.tolist() == [70, 130, 5]
+    assert made.pool.shape[2:] == (
+        (2, pages.SIZE, 128) if heads_first else (pages.SIZE, 2, 128)
+    ) and made.used.tolist() == [70, 130, 5]
     held = set()
     for seq, (length, count) in enumerate(zip(STEP.keys, (2, 3, 1), strict=True)):
         ids = made.table[seq, :count].tolist()
@@ -55,7 +60,9 @@ def test_rounded_rows_stand_for_what_was_given():
     assert scale.shape == (2,) and by_token.scale.shape == (50, 8, 1)
     assert float(by_heads.bits.float().abs().max()) == float(by_token.bits.float().abs().max()) == 448
     for given in (by_heads, by_token):
-        off = (given[:] - x).abs() / (x.abs() + 448 * given.scale * 2.0**-14)  # half a unit in the last of 4 bits, or of a subnormal
+        off = (given[:] - x).abs() / (
+            x.abs() + 448 * given.scale * 2.0**-14
+        )  # half a unit in the last of 4 bits, or of a subnormal
         assert float(off.max()) < 2.0**-4 + 1e-3
         assert torch.equal(given[torch.tensor([3, 7])], given[:][[3, 7]])
 
@@ -76,8 +83,8 @@ def test_sage_shares_a_scale_among_the_rows_of_a_thread():
 
 
 def test_comfy_holds_rows_by_threads_and_values_by_channels():
-    """The layout of its kernels: a scale for rows 8 apart of 32 in Q, for pairs of rows 8 apart of 128 in K; V's bits b3 b2 b1 b0 at b2 b1
-    b3 b0."""
+    """The layout of its kernels: a scale for rows 8 apart of 32 in Q, for pairs of rows 8 apart of 128 in K; V's bits
+    b3 b2 b1 b0 at b2 b1 b3 b0."""
     batch, heads, length = 2, 3, 130
     q = torch.empty(batch, heads, length, 128)
     held = comfy.Quantized.like(q, q)
@@ -121,7 +128,18 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
     given = {}
 
     def find(name):
-        names = ("q", "k", "v", "q_descale", "k_descale", "v_descale", "softmax_scale", "is_causal", "num_splits", "cu_seqlens_q")
+        names = (
+            "q",
+            "k",
+            "v",
+            "q_descale",
+            "k_descale",
+            "v_descale",
+            "softmax_scale",
+            "is_causal",
+            "num_splits",
+            "cu_seqlens_q",
+        )
         names += ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table")
 
         def op(*args):
@@ -129,7 +147,9 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
             return (torch.zeros(len(args[0]), 8, 128),)
 
         return type(
-            "Build", (), {"neutral": (None,) * len(names), "positions": {n: i for i, n in enumerate(names)}, "op": staticmethod(op)}
+            "Build",
+            (),
+            {"neutral": (None,) * len(names), "positions": {n: i for i, n in enumerate(names)}, "op": staticmethod(op)},
         )
 
     monkeypatch.setattr(flash.builds, "find", find)
@@ -137,13 +157,20 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
     k *= 3
     run = peers.CALLS["vllm-fa3-fp8-paged"].run(STEP, q, k, v)
     assert run.call().shape == (3, 8, 128)
-    assert given["q"].dtype == given["k"].dtype == FP8 and given["num_splits"] == 0 and given["seqused_k"].tolist() == [70, 130, 5]
+    assert (
+        given["q"].dtype == given["k"].dtype == FP8
+        and given["num_splits"] == 0
+        and given["seqused_k"].tolist() == [70, 130, 5]
+    )
     assert [given[f"{name}_descale"].shape for name in "qkv"] == [(3, 2)] * 3
     page = int(given["page_table"][2, 0])
     stored = given["k"][page, :5].float() * given["k_descale"][2][None, :, None]
     assert torch.equal(stored, run.held(2)[0])
     assert float((run.held(1)[0] - STEP.split(k)(1)[0]).norm() / k.norm()) < 0.03
-    for mixed, splits in ((Shape((70, 90), (1, 90), 8, 2, 128, True), 0), (problem.square(128, True, 90, q_heads=8, kv_heads=2), 1)):
+    for mixed, splits in (
+        (Shape((70, 90), (1, 90), 8, 2, 128, True), 0),
+        (problem.square(128, True, 90, q_heads=8, kv_heads=2), 1),
+    ):
         vllm_fa3.dense(mixed, *mixed.inputs())()
         assert given["num_splits"] == splits
 
@@ -154,7 +181,9 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
 
     def execute(command, **options):
         commands.append([str(x) for x in command])
-        out = {"--undefined-only": "a.o\n_Zwanted U\n_Zneeded U\n_Zelse U\n", "--defined-only": "_Zwanted T 0 1\n"}.get(commands[-1][1], "")
+        out = {"--undefined-only": "a.o\n_Zwanted U\n_Zneeded U\n_Zelse U\n", "--defined-only": "_Zwanted T 0 1\n"}.get(
+            commands[-1][1], ""
+        )
         return subprocess.CompletedProcess(command, 0, out, "")
 
     monkeypatch.setattr(subprocess, "run", execute)
@@ -163,7 +192,9 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
     assert any("-Wl,-soname,libcuda.so.1" in command for command in commands)
     assert [x for x in commands[-1] if "defsym" in x] == ["--defsym=_Zneeded=0"] and "-ltorch" in commands[-1]
     assert (tmp_path / "include/torch/extension.h").read_text().startswith("#pragma once")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **o: subprocess.CompletedProcess(a, 1, "", "note\nx.cu: error: no\nmore"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **o: subprocess.CompletedProcess(a, 1, "", "note\nx.cu: error: no\nmore")
+    )
     with pytest.raises(LookupError, match=r"nvcc: x\.cu: error: no"):
         get_peers.build(library, tmp_path / "source", [], tmp_path)
 
@@ -194,7 +225,9 @@ def test_the_newest_cudnn_is_loaded_whole_or_not_at_all(monkeypatch, tmp_path):
     for count, name in enumerate((*cudnn.LIBRARIES, None)):
         loaded.clear()
         cudnn.load()
-        paths = [str(tmp_path / f"unpacked/{each}.so") for each in cudnn.LIBRARIES] if count == len(cudnn.LIBRARIES) else []
+        paths = (
+            [str(tmp_path / f"unpacked/{each}.so") for each in cudnn.LIBRARIES] if count == len(cudnn.LIBRARIES) else []
+        )
         assert loaded == [*paths, "cudnn"]
         if name:
             (tmp_path / f"{name}.so.xz").write_bytes(lzma.compress(b"library"))

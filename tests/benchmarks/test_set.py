@@ -1,4 +1,6 @@
-"""The whole set runs on a CPU: every benchmark on tiny cases, with our kernels replaced by the reference, and timers by a constant."""
+"""The whole set runs on a CPU: every benchmark on tiny cases, with our kernels replaced by the reference, and timers by
+a constant.
+"""
 
 import json
 import sys
@@ -23,7 +25,11 @@ TINY = {
     "prefill": {"prompt": PROMPT},
     "decode": {"step": STEP},
     "sdpa": {"causal-S40": problem.square(128, True, 40, q_heads=sdpa.HEADS, kv_heads=sdpa.KV_HEADS)},
-    "append": {"step-B2": append.Append(2, 1, 130), "prompt": append.Append(1, 130), "quantize": append.Quantize(130, 2)},
+    "append": {
+        "step-B2": append.Append(2, 1, 130),
+        "prompt": append.Append(1, 130),
+        "quantize": append.Quantize(130, 2),
+    },
     "engine": {"C1k-beside-2": Shape((130, 7, 140), (1, 1, 20), 2, 1, 64, True)},
     "accuracy": dict([accuracy.one("decode", 1, 40), accuracy.one("full", 1, 40)]),
     "accumulation": {"S128": 128},
@@ -39,14 +45,17 @@ NAMES = {  # implementations of ours
     "sdpa": {*problem.KEYS, "fp8attn-rope"}, "accuracy": {*problem.KEYS, "fp8attn-q8"},
     "append": {*problem.KEYS, "ceiling"}, "accumulation": {"fp8attn"},
     "overhead": {"fp8attn", "torch", "bf16-dynamic", "bf16-static", "fp8attn-dynamic", "fp8attn-static"},
-    "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"}, "tests": {"fp8attn"},
+    "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"},
+    "tests": {"fp8attn"},
     "video": {"fp8attn"}, "needle": {"fp8attn"},
 }  # fmt: skip
 
 
 @pytest.fixture
 def on_a_cpu(monkeypatch, tmp_path):
-    """A machine without peers and timers: our kernels are the reference, a graph is its call, and every call takes a millisecond."""
+    """A machine without peers and timers: our kernels are the reference, a graph is its call, and every call takes a
+    millisecond.
+    """
     for name, stand_in in {"synchronize": lambda: None, "empty_cache": lambda: None}.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(peers, "available", frozenset)
@@ -67,12 +76,22 @@ def on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(prefill, "attention", reference.attention)
     monkeypatch.setattr(decode, "ceilings", lambda case: {"stream-ceiling": lambda: None})
     # What runs in processes of its own, or too long for a test.
-    monkeypatch.setattr(first_token, "measure", lambda case: iter([{"case": case, "impl": impl} for impl in NAMES["first_token"]]))
-    monkeypatch.setattr(import_module("benchmarks.triton"), "measure", lambda case: iter([{"case": case, "impl": "fp8attn-triton-3.6.0"}]))
+    monkeypatch.setattr(
+        first_token, "measure", lambda case: iter([{"case": case, "impl": impl} for impl in NAMES["first_token"]])
+    )
+    monkeypatch.setattr(
+        import_module("benchmarks.triton"),
+        "measure",
+        lambda case: iter([{"case": case, "impl": "fp8attn-triton-3.6.0"}]),
+    )
     monkeypatch.setattr(import_module("benchmarks.triton"), "start", lambda cases: None)
     for name in ("video", "needle"):
-        monkeypatch.setattr(import_module(f"benchmarks.{name}"), "measure", lambda case: iter([{"case": case, "impl": "fp8attn"}]))
-    monkeypatch.setattr(import_module("benchmarks.real_model"), "rows", lambda case, *_, **__: iter([{"case": case, "impl": "bf16"}]))
+        monkeypatch.setattr(
+            import_module(f"benchmarks.{name}"), "measure", lambda case: iter([{"case": case, "impl": "fp8attn"}])
+        )
+    monkeypatch.setattr(
+        import_module("benchmarks.real_model"), "rows", lambda case, *_, **__: iter([{"case": case, "impl": "bf16"}])
+    )
     mean = lambda q, k, v: v.float().mean(2, True).expand_as(q)  # noqa: E731
     monkeypatch.setattr(import_module("benchmarks.accumulation"), "kernels", lambda: {"fp8attn": mean})
     monkeypatch.setattr(overhead, "ops", lambda: {("relu", "torch"): lambda: None, ("launch", "fp8attn"): lambda: None})

@@ -39,7 +39,9 @@ def test_outputs_of_two_sides_are_compared():
 def test_the_base_is_a_folder_or_a_revision(tmp_path):
     (tmp_path / "old/src/fp8attn").mkdir(parents=True)
     assert sides.source(str(tmp_path / "old"), "") == tmp_path / "old/src"
-    with pytest.raises(SystemExit, match="--base takes a git revision, or a folder that holds src/fp8attn, and not 'nonsense'"):
+    with pytest.raises(
+        SystemExit, match="--base takes a git revision, or a folder that holds src/fp8attn, and not 'nonsense'"
+    ):
         sides.source("nonsense", str(tmp_path))
 
 
@@ -50,7 +52,12 @@ class Side:
         self.ms, self.outs = ms, outs or {"fp8attn": [1.0]}
 
     def __call__(self, request, *arguments):
-        return {"prepare": self.outs, "turn": dict.fromkeys(self.outs, self.ms), "versions": ("", "13.4"), "ahead": "done"}[request]
+        return {
+            "prepare": self.outs,
+            "turn": dict.fromkeys(self.outs, self.ms),
+            "versions": ("", "13.4"),
+            "ahead": "done",
+        }[request]
 
 
 def test_a_side_that_cannot_prepare_a_case_is_named():
@@ -89,11 +96,16 @@ def test_two_revisions_alternate(capsys):
 
 
 def test_two_tritons_alternate(monkeypatch):
-    found = {"3.6.0": Side(3.0, {impl: [1.0] for impl in triton.PREFILL}), "3.9.0": Side(2.0, {impl: [1.001] for impl in triton.PREFILL})}
+    found = {
+        "3.6.0": Side(3.0, {impl: [1.0] for impl in triton.PREFILL}),
+        "3.9.0": Side(2.0, {impl: [1.001] for impl in triton.PREFILL}),
+    }
     monkeypatch.setattr(triton, "versions", lambda: found)
     triton.start(list(triton.CASES))
     rows = list(triton.measure("prefill D128-causal-S16384"))
-    assert [row["impl"] for row in rows[:2]] == ["fp8attn-triton-3.6.0", "fp8attn-triton-3.9.0"] and rows[0]["ptxas"] == "13.4"
+    assert [row["impl"] for row in rows[:2]] == ["fp8attn-triton-3.6.0", "fp8attn-triton-3.9.0"] and rows[0][
+        "ptxas"
+    ] == "13.4"
     assert [row["ms"] for row in rows[:2]] == [3.0, 2.0] and rows[1]["difference"] == pytest.approx(1e-3)
     found["3.9.0"].outs = {impl: [2.0] for impl in triton.PREFILL}
     with pytest.raises(AssertionError, match="outputs of fp8attn differ by"):

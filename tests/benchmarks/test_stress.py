@@ -1,4 +1,6 @@
-"""The offsets and outliers of a stress cancel: the outputs of the model stay the same, and its keys and values are harder to quantize."""
+"""The offsets and outliers of a stress cancel: the outputs of the model stay the same, and its keys and values are
+harder to quantize.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def test_outputs_are_unchanged(fresh, strength):
     model = fresh()
     want = logits(model)
     plant(model, strength)
-    assert torch.allclose(logits(model), want, atol=2e-5 * strength.offset * want.std(), rtol=0)  # FP32's 1e-7, times offset and sums
+    assert torch.allclose(
+        logits(model), want, atol=2e-5 * strength.offset * want.std(), rtol=0
+    )  # FP32's 1e-7, times offset and sums
     model = fresh()
     plant(model, Strength(0.0, strength.outlier))
     assert torch.equal(logits(model), want)  # powers of two: bit for bit
@@ -62,8 +66,8 @@ def test_keys_and_values_are_worse(fresh):
 
 
 def test_means_hold_up(fresh, tiny_model):
-    """The model's biases give V's means, which are subtracted before rounding. At the highest strength, compared with the same cache
-    without means."""
+    """The model's biases give V's means, which are subtracted before rounding. At the highest strength, compared with
+    the same cache without means."""
     model = fresh()
     tokens = torch.arange(1, 401)[None] * 7 % 257
     plant(model, STRENGTHS[3])
@@ -89,6 +93,8 @@ def test_predictions_stay_and_cost_more_in_8_bits(fresh):
     for strength in (0, 3):
         model = fresh()
         plant(model, STRENGTHS[strength])
-        rows[strength] = perplexity(model, windows, {name: cache_factory(name, model) for name in ("bf16", "fp8", "scale-1")})
+        rows[strength] = perplexity(
+            model, windows, {name: cache_factory(name, model) for name in ("bf16", "fp8", "scale-1")}
+        )
     assert rows[3][0].nll == pytest.approx(rows[0][0].nll, rel=0.01)  # what bfloat16 loses of large values
     assert rows[3][2].kl > 2 * rows[3][1].kl

@@ -1,4 +1,6 @@
-"""Programs that a model wrote are run within limits; answers are generated in one batch, scored, and compared in pairs."""
+"""Programs that a model wrote are run within limits; answers are generated in one batch, scored, and
+compared in pairs.
+"""
 
 import gzip
 import json
@@ -35,7 +37,12 @@ def data(monkeypatch, tmp_path):
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(data):
     (question,) = tasks.humaneval()
-    assert [tasks.passes(question, text) for text in (RIGHT, WRONG, "```", "def add(a, b:")] == [True, False, False, False]
+    assert [tasks.passes(question, text) for text in (RIGHT, WRONG, "```", "def add(a, b:")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_program_that_loops_is_stopped():
@@ -58,7 +65,9 @@ def test_limits_fail_a_program(program):
 
 
 def test_a_program_within_the_limits_passes():
-    assert programs.run("import math, collections, typing, re\nprint('x' * 100000)\nassert math.sqrt(4) == 2") == "passed"
+    assert (
+        programs.run("import math, collections, typing, re\nprint('x' * 100000)\nassert math.sqrt(4) == 2") == "passed"
+    )
 
 
 def test_numbers():
@@ -69,8 +78,18 @@ def test_numbers():
 
 
 def test_answers_are_compared_in_pairs(data, monkeypatch):
-    head = {"device": "NVIDIA H200", "commit": "abc", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0", "command": "c"}
-    lines = [{"task": "humaneval", "impl": impl, "index": 0, "text": text} for impl, text in (("bf16", RIGHT), ("fp8", WRONG))]
+    head = {
+        "device": "NVIDIA H200",
+        "commit": "abc",
+        "date": "2026-11-24",
+        "torch": "2.11.0",
+        "triton": "3.9.0",
+        "command": "c",
+    }
+    lines = [
+        {"task": "humaneval", "impl": impl, "index": 0, "text": text}
+        for impl, text in (("bf16", RIGHT), ("fp8", WRONG))
+    ]
     lines += [{"task": "gsm8k", "impl": impl, "index": 0, "text": "3"} for impl in ("bf16", "fp8")]
     path = data / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, [head, *lines])))
@@ -85,7 +104,14 @@ def test_answers_are_compared_in_pairs(data, monkeypatch):
 
 
 def test_answers_are_added_and_not_measured_twice(data):
-    head = {"device": "NVIDIA H200", "commit": "abc", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0", "command": "python a"}
+    head = {
+        "device": "NVIDIA H200",
+        "commit": "abc",
+        "date": "2026-11-24",
+        "torch": "2.11.0",
+        "triton": "3.9.0",
+        "command": "python a",
+    }
 
     def score(head, *lines):
         (data / "answers.jsonl").write_text("\n".join(map(json.dumps, [head, *lines])))
@@ -96,9 +122,18 @@ def test_answers_are_added_and_not_measured_twice(data):
     later = head | {"commit": "def", "command": "python b"}
     more = [line("gsm8k", "bf16", "3"), line("humaneval", "scale-1", RIGHT), line("gsm8k", "scale-1", "4")]
     held = score(later, *more)
-    assert held["commit"] == "abc" and held["mixed"] == {"def": ["gsm8k", "scale-1"]} and held["command"] == "python a; python b"
+    assert (
+        held["commit"] == "abc"
+        and held["mixed"] == {"def": ["gsm8k", "scale-1"]}
+        and held["command"] == "python a; python b"
+    )
     rights = [(row["case"], row["impl"], row["right"], row.get("same_text")) for row in held["rows"]]
-    assert rights == [("humaneval", "bf16", 1, 1), ("humaneval", "scale-1", 1, 1), ("gsm8k", "bf16", 1, 1), ("gsm8k", "scale-1", 0, 0)]
+    assert rights == [
+        ("humaneval", "bf16", 1, 1),
+        ("humaneval", "scale-1", 1, 1),
+        ("gsm8k", "bf16", 1, 1),
+        ("gsm8k", "scale-1", 0, 0),
+    ]
     assert len(load_outcomes(data / "h200/tasks.jsonl.xz")) == 4
     with pytest.raises(ValueError, match="has answers of gsm8k scale-1: they are not measured twice"):
         score(later, more[2])
@@ -134,7 +169,9 @@ def test_what_was_generated_is_written_as_it_comes(tiny_model, data, monkeypatch
     assert (head["device"], head["commit"]) == ("cpu", "abc1234")
     assert [(line["impl"], line["index"]) for line in lines] == [("bf16", 0), ("fp8attn-int8-keys", 0)]
     tasks.generate(data / "b.jsonl", ["gsm8k"], ["bf16"], -1.0, None)
-    assert "NOT MEASURED: gsm8k bf16" in capsys.readouterr().out and len((data / "b.jsonl").read_text().splitlines()) == 1
+    assert (
+        "NOT MEASURED: gsm8k bf16" in capsys.readouterr().out and len((data / "b.jsonl").read_text().splitlines()) == 1
+    )
     results.commit.cache_clear()
 
 
@@ -154,6 +191,8 @@ def test_the_cases_of_another_model_have_its_name(tiny_model, data, monkeypatch)
 def test_weights_are_cast_and_buffers_are_not(tiny_model):
     exact, _ = models.load(tiny_model, device="cpu")
     model = public_models.in_bf16(exact)
-    assert {x.dtype for x in model.parameters()} == {torch.bfloat16} and {x.dtype for x in model.buffers()} == {torch.float32}
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16} and {x.dtype for x in model.buffers()} == {
+        torch.float32
+    }
     assert {x.dtype for x in exact.parameters()} == {torch.float32}
     assert torch.equal(next(model.parameters()), next(exact.parameters()).bfloat16())

@@ -8,7 +8,10 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 from benchmarks import measure, peers, prefill, problem, video
 from fp8attn import reference
 
-TINY = {"tiny": video.Case(problem.square(128, False, 300, q_heads=2)), "fused": video.Case(problem.square(128, False, 300, q_heads=2), 5)}
+TINY = {
+    "tiny": video.Case(problem.square(128, False, 300, q_heads=2)),
+    "fused": video.Case(problem.square(128, False, 300, q_heads=2), 5),
+}
 
 
 @pytest.fixture
@@ -23,7 +26,9 @@ def on_a_cpu(monkeypatch):
 
 def test_cases_have_the_tokens_of_their_names():
     shapes = {name: case.shape for name, case in video.CASES.items()}
-    assert {name: shape.keys for name, shape in shapes.items()} == {name: (int(name.rpartition("S")[2]),) for name in shapes}
+    assert {name: shape.keys for name, shape in shapes.items()} == {
+        name: (int(name.rpartition("S")[2]),) for name in shapes
+    }
     assert all(shape.queries == shape.keys and shape.dim == 128 and not shape.causal for shape in shapes.values())
 
 
@@ -39,7 +44,9 @@ def test_noise_is_against_the_inputs_and_errors_against_the_bytes(on_a_cpu, case
     rows = {row["impl"]: row for row in video.measure(case)}
     assert rows.keys() == {*prefill.OURS, "fp8attn-exact", "fp8attn-call", "fp8attn-call-e4m3-keys"}
     for impl, row in rows.items():
-        assert row["case"] == case and row["ms"] == 1.0 and 0 < row["noise_mean1"] < row["noise"] < 0.06  # rounding leaves 1 to 4%
+        assert (
+            row["case"] == case and row["ms"] == 1.0 and 0 < row["noise_mean1"] < row["noise"] < 0.06
+        )  # rounding leaves 1 to 4%
         if "call" in impl:
             assert row["rel_err"] == row["noise"] and row["rel_err_mean1"] == row["noise_mean1"]
         elif impl != "fp8attn-q8":  # the reference computes in FP32, and its output has the dtype of its queries

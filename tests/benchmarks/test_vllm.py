@@ -29,7 +29,8 @@ class Engine:
         self.asked.append((self.impl, request, *arguments))
         ms = (MS | PER_TOKEN_MS).get(self.impl)
         answers = {
-            "check": ([-1.0 - self.nats.get(self.impl, 0.3)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms, "steps": [ms] * 15,
+            "check": ([-1.0 - self.nats.get(self.impl, 0.3)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms,
+            "steps": [ms] * 15,
             "profile": {"attention_ms": 1.0},
         }  # fmt: skip
         return answers.get(request, True)
@@ -74,21 +75,30 @@ def test_wrong_answers_are_not_timed(engines, monkeypatch):
 
 def test_an_engine_that_ends_is_named(engines, monkeypatch):
     monkeypatch.setattr(engines, "__call__", lambda self, *_: None)
-    with pytest.raises(RuntimeError, match=r"gave no answer to start within 300 s, or ended: .*vllm-llama-vllm-bf16.log says why"):
+    with pytest.raises(
+        RuntimeError, match=r"gave no answer to start within 300 s, or ended: .*vllm-llama-vllm-bf16.log says why"
+    ):
         [*_] = vllm.measure("llama-check")
-    assert sum(asked[1] == "end" for asked in engines.asked) == 3 + 1  # none holds memory, nor the process that compiled
+    assert (
+        sum(asked[1] == "end" for asked in engines.asked) == 3 + 1
+    )  # none holds memory, nor the process that compiled
 
 
 def test_long_cases_need_a_large_gpu(engines, monkeypatch, capsys):
     monkeypatch.setattr(vllm, "_is_large", lambda: False)
     assert [*vllm.measure("llama-prefill-S131072")] == [*vllm.measure("llama-decode-B4-S32768")] == []
-    assert "llama-decode-B4-S32768 is left out: it needs a GPU with 120 GiB" in capsys.readouterr().out and not engines.asked
+    assert (
+        "llama-decode-B4-S32768 is left out: it needs a GPU with 120 GiB" in capsys.readouterr().out
+        and not engines.asked
+    )
     assert len([*vllm.measure("gemma3-decode-B4-S32768")]) == 3
 
 
 def test_caches_of_a_scale_a_token_are_measured_beside_ours_on_a_large_gpu(engines, monkeypatch, capsys):
     [*rows] = vllm.measure("llama_per_token-prefill-S2048")
-    assert {row["impl"]: row["ms"] for row in rows} == {impl: ms for impl, ms in (MS | PER_TOKEN_MS).items() if impl != "vllm-fp8"}
+    assert {row["impl"]: row["ms"] for row in rows} == {
+        impl: ms for impl, ms in (MS | PER_TOKEN_MS).items() if impl != "vllm-fp8"
+    }
     assert {asked[2:4] for asked in engines.asked if asked[1] == "start"} == {("llama", row["impl"]) for row in rows}
     assert {asked[-1] for asked in engines.asked if asked[1] == "start"} == {0}  # the room of cases without a long one
     vllm.end()
@@ -102,19 +112,34 @@ def test_rows_become_tables(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(reading, "RESULTS", tmp_path)
     assert run.benchmarks()["vllm"].startswith("Prompts and decode steps in vLLM")
-    cases = ["llama-check", "llama-prefill-S2048", "llama-decode-B16-S2048", "gemma3-decode-B8-S8192", "llama_per_token-decode-B8-S8192"]
+    cases = [
+        "llama-check",
+        "llama-prefill-S2048",
+        "llama-decode-B16-S2048",
+        "gemma3-decode-B8-S8192",
+        "llama_per_token-decode-B8-S8192",
+    ]
     found = run.measured("vllm", cases)
     assert found[1] == {"vllm": "vllm 0.26.0"}
     head = results.header(found[1]) | {"device": "NVIDIA H200"}
     results.write(tmp_path / "h200/vllm.json", head, found[0])
     llama, gemma, per_token = vllm_times().split("\n\n")
-    assert "| first token, prompt of 2k | 9.00 | 8.00 | 6.00 | 1.50 | 1.33 |" in llama and "16 x 2k" in llama and "check" not in llama
+    assert (
+        "| first token, prompt of 2k | 9.00 | 8.00 | 6.00 | 1.50 | 1.33 |" in llama
+        and "16 x 2k" in llama
+        and "check" not in llama
+    )
     assert gemma.startswith("| Gemma 3 12B, half of its layers |") and gemma.count("\n") == 2
-    assert per_token.splitlines()[2:] == ["| decode step, 8 x 8k | 9.00 | 18.00 | 12.00 | 3.00 | 6.00 | 1.50 | 3.00 | 2.00 | 0.50 |"]
+    assert per_token.splitlines()[2:] == [
+        "| decode step, 8 x 8k | 9.00 | 18.00 | 12.00 | 3.00 | 6.00 | 1.50 | 3.00 | 2.00 | 0.50 |"
+    ]
 
 
 def test_cases_are_named_in_words():
     assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS, "llama_per_token"}
     assert {group.shape for group in vllm.GROUPS.values()} == {*MODELS}
     assert "llama_per_token-decode-B8-S8192" in vllm.CASES and "llama_per_token-decode-B4-S32768" not in vllm.CASES
-    assert label("prefill-S131072") == "first token, prompt of 128k" and label("decode-B1-S131072") == "decode step, 1 x 128k"
+    assert (
+        label("prefill-S131072") == "first token, prompt of 128k"
+        and label("decode-B1-S131072") == "decode step, 1 x 128k"
+    )

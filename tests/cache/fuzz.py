@@ -1,10 +1,12 @@
-"""The forms of a cache against the growing form of all tokens: the same random operations, and then the same bytes and lengths.
+"""The forms of a cache against the growing form of all tokens: the same random operations, and then the same bytes and
+lengths.
 
-The others are the static form, or, with a window, a growing pool and one of fixed size. Half of the operations run under
-`torch.inference_mode`.
+The others are the static form, or, with a window, a growing pool and one of fixed size. Half of the operations run
+under `torch.inference_mode`.
 
-`python -m tests.cache.fuzz` does 10,000 operations on a CPU in some minutes. `tests/cache/test_fuzz.py` does a part of them, and
-`tests/gpu/test_cache_gpu.py` runs for a minute on a GPU, where a CUDA graph appends in place of compiled code.
+`python -m tests.cache.fuzz` does 10,000 operations on a CPU in some minutes. `tests/cache/test_fuzz.py` does a part of
+them, and `tests/gpu/test_cache_gpu.py` runs for a minute on a GPU, where a CUDA graph appends in place of compiled
+code.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ HEADS, DIM, LAYERS = 1, 64, 2
 LENGTHS = (0, 0, 1, 1, 1, 2, 5, 17, 100, 127, 128, 130)
 WINDOWS = (1, 5, 100, 128, 129, 200, 384)
 OPERATIONS = {
-    "append": 40, "step": 14, "overfull": 6, "truncate": 12, "select": 8, "copy": 8, "interrupted": 3, "lengths": 4, "reset": 2,
+    "append": 40, "step": 14, "overfull": 6, "truncate": 12, "select": 8, "copy": 8, "interrupted": 3, "lengths": 4,
+    "reset": 2,
     "draft": 10, "record": 3, "deepcopy": 2, "files": 3,
 }  # fmt: skip
 
@@ -54,8 +57,16 @@ class Caches:
         self.random, self.device = random.Random(seed), device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.window = self.random.choice([None, *WINDOWS]) if self.random.random() < 0.8 else None
-        num_seqs, self.most = self.random.choice([1, 2, 3]), self.random.choice([1, 128, 200, 300] if self.window is None else [200, 1500])
-        options = {"num_layers": LAYERS, "num_seqs": num_seqs, "key_dtype": self.random.choice(list(CODECS)), "device": device}
+        num_seqs, self.most = (
+            self.random.choice([1, 2, 3]),
+            self.random.choice([1, 128, 200, 300] if self.window is None else [200, 1500]),
+        )
+        options = {
+            "num_layers": LAYERS,
+            "num_seqs": num_seqs,
+            "key_dtype": self.random.choice(list(CODECS)),
+            "device": device,
+        }
         self.full, self.others = PagedKVCache(HEADS, DIM, **options), {}
         self.num_pages = 5 * (num_pages_of(self.most) + 1)  # of 4 sequences, and copies
         if self.window is None:
@@ -121,7 +132,11 @@ class Caches:
     def do_append(self, lengths: tuple[int, ...] = LENGTHS) -> None:
         room = [self.most - held for held in self.held]
         equal = self.random.random() < 0.3
-        new = [min(*room, self.random.choice(lengths))] * len(room) if equal else [min(n, self.random.choice(lengths)) for n in room]
+        new = (
+            [min(*room, self.random.choice(lengths))] * len(room)
+            if equal
+            else [min(n, self.random.choice(lengths)) for n in room]
+        )
         k, v = self.tokens(sum(new))
         for cache, layer in itertools.product(self.all, range(LAYERS)):
             cache.append(layer, k, v, lengths=None if equal else new)
@@ -146,7 +161,9 @@ class Caches:
         self.grow([1] * len(self.held))
 
     def do_overfull(self) -> None:
-        """One token too many of one sequence, and any number of the others; or more pages than a pool of fixed size has."""
+        """One token too many of one sequence, and any number of the others; or more pages than a pool of fixed size
+        has.
+        """
         if "fixed" in self.others and self.random.random() < 0.3:
             cache, new = self.others["fixed"], [0] * (len(self.held) - 1) + [128 * self.num_pages + self.most]
             tables = copy.deepcopy(cache.table.tables)
@@ -168,7 +185,10 @@ class Caches:
         self.shorten([self.random.randint(old, new) for old, new in zip(before, self.held, strict=True)])
 
     def do_truncate(self) -> None:
-        lengths = [self.random.choice([self.random.randint(0, held + 1), max(0, held - self.random.randint(0, 200))]) for held in self.held]
+        lengths = [
+            self.random.choice([self.random.randint(0, held + 1), max(0, held - self.random.randint(0, 200))])
+            for held in self.held
+        ]
         lengths = [self.random.choice([0, length]) for length in lengths] if self.random.random() < 0.1 else lengths
         self.shorten(lengths)
 
@@ -220,7 +240,10 @@ class Caches:
 
     def do_deepcopy(self) -> None:
         if not self.graph:
-            self.full, self.others = copy.deepcopy(self.full), {name: copy.deepcopy(cache) for name, cache in self.others.items()}
+            self.full, self.others = (
+                copy.deepcopy(self.full),
+                {name: copy.deepcopy(cache) for name, cache in self.others.items()},
+            )
             self.step = self._compiled()
 
     def do_files(self) -> None:
@@ -268,7 +291,9 @@ class Caches:
         self.given_back()
 
     def can_go_back(self, lengths: list[int], move: Callable[[PagedKVCache], None]) -> bool:
-        """Whether all caches can. One that cannot has given back what a sequence would see, and raises before it changes anything."""
+        """Whether all caches can. One that cannot has given back what a sequence would see, and raises before it
+        changes anything.
+        """
         refused = False
         for name, cache in self.others.items():
             try:
@@ -305,7 +330,9 @@ class Caches:
             first = 0 if self.window is None else max(0, length - self.window + 1)  # that the next query sees
             want, values = contents(self.full.pages(layer), seq, first, length), torch.stack(self.full.read(layer, seq))
             for name, cache in self.others.items():
-                for part, ours, theirs in zip(("K", "V", "scales"), contents(cache.pages(layer), seq, first, length), want, strict=True):
+                for part, ours, theirs in zip(
+                    ("K", "V", "scales"), contents(cache.pages(layer), seq, first, length), want, strict=True
+                ):
                     assert torch.equal(ours, theirs), f"{part} of sequence {seq} of {length} tokens differs in {name}"
                 read = torch.stack(cache.read(layer, seq))
                 assert read.shape[1] in (length - first, min(length, self.window or length)), (
@@ -348,4 +375,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    print(f"{fuzz(args.operations, args.seed, args.device):,} operations: every byte and length is that of a growing cache of all tokens")
+    print(
+        f"{fuzz(args.operations, args.seed, args.device):,} operations: every byte and length is that of a growing "
+        f"cache of all tokens"
+    )

@@ -1,4 +1,6 @@
-"""`torch.inference_mode`: a cache that was made or filled under it can be used outside, and the reverse, between any two calls."""
+"""`torch.inference_mode`: a cache that was made or filled under it can be used outside, and the reverse, between any
+two calls.
+"""
 
 import copy
 import itertools
@@ -11,10 +13,13 @@ import fp8attn
 from fp8attn import LayerScales, PagedKVCache
 
 HEADS, DIM, LAYERS = 1, 64, 2
-SCALES = LayerScales(torch.full((HEADS,), 0.5), torch.full((HEADS,), 0.02), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
+SCALES = LayerScales(
+    torch.full((HEADS,), 0.5), torch.full((HEADS,), 0.02), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM)
+)
 FORMS = {
     "growing": {}, "fixed": {"num_pages": 30}, "static": {"max_seqlen": 500}, "window": {"window": 130},
-    "fixed window": {"window": 130, "num_pages": 30}, "means": {"k_mean": torch.ones(HEADS, DIM), "v_mean": torch.ones(HEADS, DIM)},
+    "fixed window": {"window": 130, "num_pages": 30}, "means": {"k_mean": torch.ones(HEADS, DIM),
+    "v_mean": torch.ones(HEADS, DIM)},
     "scales": {"scales": SCALES},
 }  # fmt: skip
 
@@ -37,7 +42,10 @@ def append(length):
 
 def loaded(cache, folder):
     cache.save(folder / "pages")
-    options = {"max_seqlen": cache.max_seqlen, "num_pages": None if cache.table.grows or cache.max_seqlen else cache.num_pages}
+    options = {
+        "max_seqlen": cache.max_seqlen,
+        "num_pages": None if cache.table.grows or cache.max_seqlen else cache.num_pages,
+    }
     return PagedKVCache.load(folder / "pages", **options), None
 
 
@@ -93,7 +101,9 @@ def test_every_call_under_inference_mode_and_the_next_one_outside(form, tmp_path
         for i in range(3):
             with torch.inference_mode() if i and (number + i) % 2 else nullcontext():
                 caches[i], out = CALLS[name](caches[i], tmp_path)
-                found.append([x for seq, layer in itertools.product(range(2), range(LAYERS)) for x in caches[i].read(layer, seq)])
+                found.append(
+                    [x for seq, layer in itertools.product(range(2), range(LAYERS)) for x in caches[i].read(layer, seq)]
+                )
                 found[i] += [] if out is None else [out]
         for cache, values in zip(caches[1:], found[1:], strict=True):
             assert cache.lengths == caches[0].lengths and cache.table.tables == caches[0].table.tables, (number, name)

@@ -21,12 +21,16 @@ def tokens(count, seed=0, heads=HEADS):
 def steps(cache, lengths, seed=0):
     """Appends to every layer. K and V of layer i have their own seeds."""
     for layer in range(cache.num_layers):
-        cache.append(layer, tokens(sum(lengths), seed + 2 * layer), tokens(sum(lengths), seed + 2 * layer + 1), lengths=lengths)
+        cache.append(
+            layer, tokens(sum(lengths), seed + 2 * layer), tokens(sum(lengths), seed + 2 * layer + 1), lengths=lengths
+        )
 
 
 def alone(options, layer):
     """A cache of one layer with the same arguments as `layer` of another cache."""
-    return PagedKVCache(HEADS, DIM, **{name: value[layer] if isinstance(value, list) else value for name, value in options.items()})
+    return PagedKVCache(
+        HEADS, DIM, **{name: value[layer] if isinstance(value, list) else value for name, value in options.items()}
+    )
 
 
 @pytest.mark.parametrize("form", [{}, {"num_pages": 20}, {"max_seqlen": 400}])
@@ -34,7 +38,10 @@ def test_layers_hold_what_caches_of_one_layer_hold(form):
     """Means, rotation and values differ between layers. Pages, lengths and sharing are the same for all."""
     means = [torch.full((HEADS, DIM), float(layer)) for layer in range(LAYERS)]
     options = {"rotate_keys": [True, False, True], "k_mean": means, "v_mean": [None, *means[1:]], "num_seqs": 2} | form
-    cache, single = PagedKVCache(HEADS, DIM, num_layers=LAYERS, **options), [alone(options, layer) for layer in range(LAYERS)]
+    cache, single = (
+        PagedKVCache(HEADS, DIM, num_layers=LAYERS, **options),
+        [alone(options, layer) for layer in range(LAYERS)],
+    )
     for new, seed in (([200, 200], 0), ([1, 1], 10), ([3, 0], 20), ([130, 17], 30)):
         steps(cache, new, seed)
         for layer, one in enumerate(single):
@@ -62,7 +69,9 @@ def test_attention_knows_the_lengths_of_the_last_append():
     bounds = torch.tensor([0, 500, 600], dtype=torch.int32)
     expected = fp8attn.attention(q, cache.pages(0), cu_seqlens_q=bounds, max_seqlen_q=500)
     assert torch.equal(cache.attention(0, q), expected)
-    with pytest.raises(ValueError, match=r"a row for each of the 600 tokens of the last append \(lengths \[500, 100\]\)"):
+    with pytest.raises(
+        ValueError, match=r"a row for each of the 600 tokens of the last append \(lengths \[500, 100\]\)"
+    ):
         cache.attention(0, q[:300])
     cache.append(0, tokens(2), tokens(2, 1))
     out, lse = cache.attention(0, q[:2], window=30, return_lse=True)
@@ -78,8 +87,14 @@ def test_a_layer_out_of_step_is_refused_and_changes_nothing():
     steps(cache, [100, 50])
     cache.append(0, k, k, lengths=[5, 3])
     bad = [
-        (lambda: cache.append(0, k, k, lengths=[5, 3]), "layer 0 appends a second time before layers 1, 2 appended once"),
-        (lambda: cache.append(1, k, k, lengths=[3, 5]), r"layer 1 appends 8 tokens \(lengths \[3, 5\]\).* appended 8 \(lengths \[5, 3\]\)"),
+        (
+            lambda: cache.append(0, k, k, lengths=[5, 3]),
+            "layer 0 appends a second time before layers 1, 2 appended once",
+        ),
+        (
+            lambda: cache.append(1, k, k, lengths=[3, 5]),
+            r"layer 1 appends 8 tokens \(lengths \[3, 5\]\).* appended 8 \(lengths \[5, 3\]\)",
+        ),
         (lambda: cache.append(1, k[:4], k[:4]), "layer 1 appends 4 tokens, and the layers before it appended 8"),
         (lambda: cache.append(1, k, k), r"layer 1 appends 8 tokens, .* appended 8 \(lengths \[5, 3\]\)"),
         (lambda: cache.attention(1, k), "layer 1 has appended no tokens"),
@@ -111,7 +126,9 @@ def test_truncate_drops_a_step_that_some_layers_have_not_appended(form):
     for layer in range(LAYERS):
         assert cache.pages(layer).cache_seqlens.tolist() == [107, 107]
         for seq in range(2):
-            assert all(torch.equal(a, b) for a, b in zip(cache.read(layer, seq), expected.read(layer, seq), strict=True))
+            assert all(
+                torch.equal(a, b) for a, b in zip(cache.read(layer, seq), expected.read(layer, seq), strict=True)
+            )
 
 
 def test_reserving_fails_for_all_layers_or_none():
@@ -130,7 +147,9 @@ def read_all(cache):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("failing", range(LAYERS))
 def test_a_pool_that_cannot_grow_changes_nothing(monkeypatch, failing, shared):
-    """Out of memory in any layer: every sequence keeps its tokens, also those on pages that were about to be copied, and a retry works."""
+    """Out of memory in any layer: every sequence keeps its tokens, also those on pages that were about to be copied,
+    and a retry works.
+    """
     cache, expected = (PagedKVCache(HEADS, DIM, num_layers=LAYERS, num_seqs=2) for _ in range(2))
     for each in (cache, expected):
         steps(each, [200, 200])
@@ -177,7 +196,9 @@ def test_a_first_layer_that_fails_appends_nothing(monkeypatch, held, form):
 
 
 def test_calibrated_scales_outlive_the_pages_they_are_in():
-    scales = LayerScales(torch.full((HEADS,), 0.05), torch.full((HEADS,), 0.0625), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
+    scales = LayerScales(
+        torch.full((HEADS,), 0.05), torch.full((HEADS,), 0.0625), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM)
+    )
     for form in ({"num_pages": 2}, {"max_seqlen": 256}):
         cache = PagedKVCache(HEADS, DIM, scales=scales, **form)
         cache.append(0, tokens(200), tokens(200, 1))
@@ -245,7 +266,10 @@ def test_a_static_cache_counts_each_sequence():
     cache.append(0, tokens(200), tokens(200), lengths=[200, 0])
     cache.append(0, tokens(100, 1), tokens(100, 1), lengths=[0, 100])
     assert cache.lengths == (200, 100) and cache.pages(0).cache_seqlens.tolist() == [200, 100]
-    with pytest.raises(RuntimeError, match="full: sequence 1 holds 100 tokens, 157 more were given, and max_seqlen is 256; make it with"):
+    with pytest.raises(
+        RuntimeError,
+        match="full: sequence 1 holds 100 tokens, 157 more were given, and max_seqlen is 256; make it with",
+    ):
         cache.append(0, tokens(157), tokens(157), lengths=[0, 157])
     assert cache.lengths == (200, 100)  # nothing was changed
     cache.append(0, tokens(212), tokens(212), lengths=[56, 156])
@@ -258,7 +282,9 @@ def test_after_compiled_steps_the_device_counts_each_sequence():
     torch.compile(lambda k: cache.append(0, k, k), fullgraph=True, backend="eager")(k)
     cache.append(0, tokens(200), tokens(200), lengths=[200, 0])
     cache.append(0, tokens(100), tokens(100), lengths=[0, 100])
-    with pytest.raises(RuntimeError, match="full: a sequence would have more than max_seqlen=256 tokens; make it with a larger"):
+    with pytest.raises(
+        RuntimeError, match="full: a sequence would have more than max_seqlen=256 tokens; make it with a larger"
+    ):
         cache.append(0, tokens(57), tokens(57), lengths=[56, 1])
     assert cache.lengths == (201, 101)
     with pytest.raises(RuntimeError, match="sequence 0 holds 201 tokens"):  # the host knows the lengths again

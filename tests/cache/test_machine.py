@@ -12,8 +12,10 @@ PLAIN = {"key_dtype": "e4m3", "rotate_keys": False}  # small integers stay what 
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Random appends, truncations, selections, copies and reads. Values are small integers times small powers of two, which E4M3 holds
-    exactly under any scale they lead to, so what is read must be what was written, to the bit, whatever happened in between."""
+    """Random appends, truncations, selections, copies and reads. Values are small integers times small powers of two,
+    which E4M3 holds exactly under any scale they lead to, so what is read must be what was written, to the bit,
+    whatever happened in between.
+    """
 
     @initialize(seqs=st.integers(1, 3), fixed=st.booleans())
     def make(self, seqs, fixed):
@@ -86,5 +88,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=40,
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -1,4 +1,6 @@
-"""NaN in K and V: which tokens it reaches, and that it ends with their pages, or, in a format that has NaN, with them."""
+"""NaN in K and V: which tokens it reaches, and that it ends with their pages, or, in a format that has
+NaN, with them.
+"""
 
 import pytest
 import torch
@@ -46,9 +48,11 @@ def attend(cache: PagedKVCache, seqs: int = 1) -> torch.Tensor:
 @each_backend
 @pytest.mark.parametrize("cut", [1, 5, 40])  # token by token, in steps, page by page
 def test_a_nan_leaves_static_scales_as_they_are(cut, backend):
-    """INT8 has no code for it, so it becomes zero. The page's next tokens, and the next sequence that has it, are quantized
-    with the static scale."""
-    scales = LayerScales(torch.full((HEADS,), 0.03), torch.full((HEADS,), 2.0**-6), *torch.zeros(2, HEADS, DIM), "int8", False)
+    """INT8 has no code for it, so it becomes zero. The page's next tokens, and the next sequence that has it, are
+    quantized with the static scale."""
+    scales = LayerScales(
+        torch.full((HEADS,), 0.03), torch.full((HEADS,), 2.0**-6), *torch.zeros(2, HEADS, DIM), "int8", False
+    )
     options = {"rotate_keys": False, "scales": scales, "backend": backend, "num_pages": 2}
     cache, clean = (PagedKVCache(HEADS, DIM, **options) for _ in range(2))
     k, v = tokens(140)
@@ -85,7 +89,9 @@ def test_an_append_that_begins_a_page_leaves_nothing_of_what_was_there(held, new
 @each_backend
 @pytest.mark.parametrize("draft", [5, 40])
 def test_a_cropped_nan_leaves_nothing_in_e4m3(draft, backend):
-    """Neither what the page held before nor what comes next is lost, whether attention follows at once or after another append."""
+    """Neither what the page held before nor what comes next is lost, whether attention follows at once or after another
+    append.
+    """
     cache, clean = (PagedKVCache(HEADS, DIM, key_dtype="e4m3", backend=backend) for _ in range(2))
     for held in (cache, clean):
         held.append(0, *tokens(50))
@@ -120,7 +126,9 @@ def test_a_nan_stays_while_its_token_does(key_dtype, backend):
 @each_backend
 @pytest.mark.parametrize("cut", [1, 5, 40])  # token by token, in steps, page by page
 def test_a_nan_in_int8_is_of_its_page_until_the_page_begins_again(cut, backend):
-    """The page's scale stays NaN, also after the token was cropped and over later tokens. Its number in the pool does not."""
+    """The page's scale stays NaN, also after the token was cropped and over later tokens. Its number in the pool does
+    not.
+    """
     cache, clean = (PagedKVCache(HEADS, DIM, num_pages=2, backend=backend) for _ in range(2))
     k, v = broken(200, 150)
     for at in range(0, 200, cut):
@@ -181,8 +189,8 @@ def test_no_page_is_needed_to_shorten_or_copy():
 
 @each_backend
 def test_a_step_into_the_next_page_clears_its_values_and_leaves_it_its_scale(backend):
-    """A step of four tokens begins in one page and ends in the next, whose bytes are those of older tokens, NaN in E4M3. The step's first
-    token has a NaN in K, which is of the first page alone."""
+    """A step of four tokens begins in one page and ends in the next, whose bytes are those of older tokens, NaN in
+    E4M3. The step's first token has a NaN in K, which is of the first page alone."""
     cache = PagedKVCache(HEADS, DIM, num_pages=2, backend=backend)
     cache.append(0, *tokens(126))
     cache.layers[0].pool[[page for page in range(2) if page not in cache.table.tables[0]]] = 0x7F

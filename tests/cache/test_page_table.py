@@ -34,7 +34,11 @@ def host_state(cache):
     """All that a refused call must leave as it was, and the bytes on the device."""
     table = cache.table
     host = (table.lengths, table.tables, table.references, table.free, table.tails, table.headroom, table.recording)
-    device = [table.page_table.tolist(), [x.tolist() for x in table.cache_seqlens], [layer.pool.clone() for layer in cache.layers]]
+    device = [
+        table.page_table.tolist(),
+        [x.tolist() for x in table.cache_seqlens],
+        [layer.pool.clone() for layer in cache.layers],
+    ]
     return copy.deepcopy(host), device[:2], device[2]
 
 
@@ -118,7 +122,9 @@ PAGE = 256 * DIM + 128  # bytes
 
 
 def test_the_memory_after_a_long_prompt_is_that_of_the_window():
-    """In bytes of the pool. The prompt needs all of its pages; the next step gives them back, whatever the prompt's length."""
+    """In bytes of the pool. The prompt needs all of its pages; the next step gives them back, whatever the prompt's
+    length.
+    """
     for length in (5000, 640, 5120, 5119):
         given = inputs(1, length + 300)
         caches = pair(num_seqs=1, num_layers=1)
@@ -210,7 +216,8 @@ def test_the_last_step_and_some_tokens_more_can_be_dropped(fixed, window):
     before = host_state(caches[1])
     for length in (column * PAGE_SIZE + window - 2, 500, 1):
         message = (
-            rf"sequence 0 of 1501 tokens cannot go back to {length}: pages of the {window} tokens before.*reset.*{SLACK} more.*activate"
+            rf"sequence 0 of 1501 tokens cannot go back to {length}: pages of the {window} tokens "
+            rf"before.*reset.*{SLACK} more.*activate"
         )
         with pytest.raises(RuntimeError, match=message):
             caches[1].truncate(length)
@@ -357,7 +364,10 @@ def test_files_that_do_not_hold_a_window_are_refused(tmp_path):
     caches[1].save(path)
     with pytest.raises(UsageError, match=r"window=384 gives back pages.*max_seqlen=2000"):
         PagedKVCache.load(path, max_seqlen=2000)
-    for change in (lambda x: x[0].index_fill_(0, torch.tensor([4]), -1), lambda x: x[0].index_fill_(0, torch.tensor([7]), -1)):
+    for change in (
+        lambda x: x[0].index_fill_(0, torch.tensor([4]), -1),
+        lambda x: x[0].index_fill_(0, torch.tensor([7]), -1),
+    ):
         broken = tensors | {f"page_table.{number}": tensors[f"page_table.{number}"].clone() for number in layers}
         for number in layers:
             change(broken[f"page_table.{number}"])
@@ -447,7 +457,9 @@ def test_a_step_of_any_length_that_stops_can_be_dropped(window):
 
 
 def test_calibrated_scales(poisoned):
-    scales = LayerScales(torch.full((HEADS,), 0.5), torch.full((HEADS,), 0.02), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM))
+    scales = LayerScales(
+        torch.full((HEADS,), 0.5), torch.full((HEADS,), 0.02), torch.zeros(HEADS, DIM), torch.zeros(HEADS, DIM)
+    )
     caches = pair(scales=scales)
     given = inputs(2, 1200)
     for begin, stop in ((0, 700), (700, 701), (701, 800), (800, 1200)):

@@ -27,8 +27,9 @@ def tokens(count, seed=0, scale=1.0):
 def assert_quantized(cache, seq, k, v):
     """Asserts that the cache reads back `k` and `v` up to the rounding of its formats.
 
-    E4M3: half a step, 2^-4 of the value, or half a subnormal step of its page, at most twice (scales grow by powers of two). INT8: half a
-    step, and half of each smaller one that the page had before; each is 1.25 times the one before it, so 2.5 steps are more than all.
+    E4M3: half a step, 2^-4 of the value, or half a subnormal step of its page, at most twice (scales grow by powers of
+    two). INT8: half a step, and half of each smaller one that the page had before; each is 1.25 times the one before
+    it, so 2.5 steps are more than all.
     """
     ids = cache.pages(0).page_table[seq].repeat_interleave(PAGE_SIZE)[: len(k)].long()
     got_k, got_v = cache.read(0, seq)
@@ -37,8 +38,12 @@ def assert_quantized(cache, seq, k, v):
     if CODECS[cache.key_dtype].is_integer:
         assert ((got_k - k).abs() <= 2.5 * cache.pages(0).k_scale[ids][..., None]).all()
     else:
-        assert ((got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages(0).k_scale[ids][..., None]).all()
-    assert ((got_v - v).abs() <= 2.0**-4 * v.abs() + E4M3.smallest_subnormal * cache.pages(0).v_scale[ids][..., None]).all()
+        assert (
+            (got_k - k).abs() <= 2.0**-4 * k.abs() + E4M3.smallest_subnormal * cache.pages(0).k_scale[ids][..., None]
+        ).all()
+    assert (
+        (got_v - v).abs() <= 2.0**-4 * v.abs() + E4M3.smallest_subnormal * cache.pages(0).v_scale[ids][..., None]
+    ).all()
 
 
 @pytest.mark.parametrize("num_pages", [None, 40])
@@ -60,7 +65,9 @@ def test_prompts_then_single_tokens(num_pages, key_dtype, rotate_keys):
 
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 1), (1, 128), (3, 300)])
 def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length):
-    """In a pool without pages, `from_dense` makes them. In a pool of fixed size, `reserve` does, before anything is written."""
+    """In a pool without pages, `from_dense` makes them. In a pool of fixed size, `reserve` does, before anything is
+    written.
+    """
     caches = [PagedKVCache(HEADS, DIM, num_seqs=num_seqs, num_pages=count) for count in (None, 12)]
     for count in (length, 2, 200):
         k, v = tokens(num_seqs * count, count)
@@ -78,7 +85,9 @@ def test_a_first_append_makes_the_pages_that_others_find(num_seqs, length):
 
 
 def test_a_growing_scale_shifts_older_tokens_exactly():
-    """Integers up to 15 keep all bits under every scale that a value of 448 * 16 can cause, also with a headroom of 32."""
+    """Integers up to 15 keep all bits under every scale that a value of 448 * 16 can cause, also with a
+    headroom of 32.
+    """
     cache = PagedKVCache(HEADS, DIM, **PLAIN)
     small = torch.randint(-15, 16, (10, HEADS, DIM)).float()
     small[0, 0, 0] = 15
@@ -133,7 +142,9 @@ def test_static_scales_saturate_and_stay():
     cache = PagedKVCache(HEADS, DIM, scales=static(1.0, 0.3, 2.0, **PLAIN), **PLAIN)
     k = torch.full((5, HEADS, DIM), 1000.0)
     cache.append(0, k, k)
-    assert (cache.pages(0).k_scale == 1.0).all() and (cache.pages(0).v_scale == 0.5).all()  # 0.3 rounded up to a power of two
+    assert (cache.pages(0).k_scale == 1.0).all() and (
+        cache.pages(0).v_scale == 0.5
+    ).all()  # 0.3 rounded up to a power of two
     got_k, got_v = cache.read(0, 0)
     assert (got_k == 448 + 2).all() and (got_v == 448 * 0.5).all()
 
@@ -143,7 +154,9 @@ def test_static_scales_of_integers_are_any_number():
     k = torch.tensor([1000.0, -1000.0, 0.31]).view(3, 1, 1).expand(3, HEADS, DIM).contiguous()
     cache.append(0, k, k)
     torch.testing.assert_close(cache.pages(0).k_scale, torch.full_like(cache.pages(0).k_scale, 0.3), rtol=1e-6, atol=0)
-    torch.testing.assert_close(cache.read(0, 0)[0][:, 0, 0], torch.tensor([127 * 0.3, -127 * 0.3, 0.3]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        cache.read(0, 0)[0][:, 0, 0], torch.tensor([127 * 0.3, -127 * 0.3, 0.3]), rtol=1e-6, atol=0
+    )
 
 
 def test_running_out_changes_nothing():
@@ -171,7 +184,9 @@ def test_copies_share_pages_until_one_writes():
     cache.append(0, new_k, new_v)
     assert cache.num_pages == 5  # 0 and 1 part at their last page, 2 at its second
     for seq, length in enumerate((300, 300, 200)):
-        assert_quantized(cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]]))
+        assert_quantized(
+            cache, seq, torch.cat([k[:length], new_k[seq : seq + 1]]), torch.cat([v[:length], new_v[seq : seq + 1]])
+        )
 
 
 def test_select_repeats_and_drops():
@@ -249,8 +264,14 @@ def test_half_the_bytes():
             {"scales": LayerScales(*[torch.ones(3)] * 2, *[torch.ones(3, 64)] * 2)},
             r"scales are for \(num_kv_heads, head_dim\) = \(3, 64\), .* and the cache has \(2, 64\)",
         ),
-        ({"scales": LayerScales(*[torch.ones(1)] * 2, *[torch.ones(2, 64)] * 2)}, r"with k_scale \(1,\) and v_scale \(1,\), and the cache"),
-        ({"scales": static(1.0, 1.0), "key_dtype": "e4m3"}, "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'"),
+        (
+            {"scales": LayerScales(*[torch.ones(1)] * 2, *[torch.ones(2, 64)] * 2)},
+            r"with k_scale \(1,\) and v_scale \(1,\), and the cache",
+        ),
+        (
+            {"scales": static(1.0, 1.0), "key_dtype": "e4m3"},
+            "scales are for key_dtype='int8', rotate_keys=True, and the cache has 'e4m3'",
+        ),
         ({"scales": static(1.0, 1.0), "rotate_keys": False}, "the cache has 'int8', False"),
         ({"scales": static(1.0, 1.0), "k_mean": torch.zeros(HEADS, DIM)}, "leave out k_mean and v_mean"),
         ({"v_mean": torch.zeros(DIM)}, r"v_mean must be \[2, 64\]; got \[64\]"),
@@ -276,12 +297,18 @@ def test_bad_calls_are_refused_and_change_nothing():
     bad = [
         (lambda: cache.append(0, k, v), "cannot be divided evenly among 2 sequences"),
         (lambda: cache.append(0, k, v, lengths=[1, 1]), "add up to 3 tokens"),
-        (lambda: cache.append(0, k, v, lengths=[4, -1]), r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]"),
+        (
+            lambda: cache.append(0, k, v, lengths=[4, -1]),
+            r"lengths must be one count of tokens >= 0, or 2 of them.*got \[4, -1\]",
+        ),
         (lambda: cache.append(0, k, v, lengths=[1.5, 1.5]), r"got \[1.5, 1.5\]"),
         (lambda: cache.append(0, k[:2], v[:2].half()), "have one dtype"),
         (lambda: cache.append(0, k[:2, :1], v[:2, :1]), r"must both be \[T, 2, 64\]"),
         (lambda: cache.append(0, k[:2].int(), v[:2].int()), "floating point"),
-        (lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))), "of 16, 32 or 64 bits, not torch.float8_e4m3fn"),
+        (
+            lambda: cache.append(0, *(x[:2].to(torch.float8_e4m3fn) for x in (k, v))),
+            "of 16, 32 or 64 bits, not torch.float8_e4m3fn",
+        ),
         (lambda: cache.truncate([1]), "one count of tokens"),
         (lambda: cache.truncate(-1), "one count of tokens"),
         (lambda: cache.reserve([1, 2, 3]), r"2 of them, one for each sequence; got \[1, 2, 3\]"),
@@ -365,7 +392,9 @@ def test_copies_and_pages_are_the_same_bytes():
 
 
 def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatch):
-    """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens without options."""
+    """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens
+    without options.
+    """
     for changed in ({"static_scales": True}, {"cu_seqlens": torch.zeros(2)}):
         assert not Append(None, 5)._replace(**changed).is_plain
     assert Append(None, 5, advance=False).is_plain
@@ -378,7 +407,9 @@ def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatc
             caches[-1].append(layer, k, v)
     for layer in range(2):
         dense, appended = (cache.pages(layer) for cache in caches)
-        assert torch.equal(dense.cache_seqlens, appended.cache_seqlens) and torch.equal(dense.page_table, appended.page_table)
+        assert torch.equal(dense.cache_seqlens, appended.cache_seqlens) and torch.equal(
+            dense.page_table, appended.page_table
+        )
         for seq in range(2):
             for got, expected in zip(*(cache.read(layer, seq) for cache in caches), strict=True):
                 assert torch.equal(got, expected)
@@ -397,5 +428,7 @@ def test_layers_of_a_step_share_their_checked_options(monkeypatch):
     assert [arguments[6] for arguments in checks] == [None, 5] * 2
     with pytest.raises(ValueError, match="window must be an integer from 1 to"):
         cache.attention(0, k, window=0)
-    with pytest.raises(ValueError, match=rf"q must be \[T, num_q_heads, {DIM}\] with num_q_heads a multiple of {HEADS}"):
+    with pytest.raises(
+        ValueError, match=rf"q must be \[T, num_q_heads, {DIM}\] with num_q_heads a multiple of {HEADS}"
+    ):
         cache.attention(0, torch.randn(20, 3, DIM))

@@ -35,7 +35,9 @@ def test_a_prompt_in_two_appends_is_that_of_one(key_dtype, form, split):
     """Reported: what is already cached is read without its scales. Here both parts have static means. Pages are equal
     to the bit, and so is the attention of the second part's tokens."""
     means = {"k_mean": torch.full((HEADS, DIM), 3.0), "v_mean": torch.full((HEADS, DIM), -2.0)}
-    whole, parts, bare = (PagedKVCache(HEADS, DIM, key_dtype=key_dtype, **form, **given) for given in (means, means, {}))
+    whole, parts, bare = (
+        PagedKVCache(HEADS, DIM, key_dtype=key_dtype, **form, **given) for given in (means, means, {})
+    )
     q, k, v = tokens(260)
     expected, plain = (attended(cache, q, k, v) for cache in (whole, bare))
     found = torch.cat([attended(parts, q[at], k[at], v[at]) for at in (slice(0, split), slice(split, None))])
@@ -98,7 +100,9 @@ def test_positions_may_begin_anywhere(interleaved):
     q, k, v = tokens(count)
     outs = []
     for begin in (0, first):
-        angle = torch.outer(torch.arange(begin, begin + count).double(), 1e4 ** (-torch.arange(0, 1, 2 / DIM, dtype=torch.float64)))
+        angle = torch.outer(
+            torch.arange(begin, begin + count).double(), 1e4 ** (-torch.arange(0, 1, 2 / DIM, dtype=torch.float64))
+        )
         tables = angle.cos().float(), angle.sin().float()
         turned = [apply_rope(x.transpose(0, 1), *tables, interleaved=interleaved).transpose(0, 1) for x in (q, k)]
         cache = PagedKVCache(HEADS, DIM)

@@ -1,4 +1,6 @@
-"""Sequences in files: a loaded cache has the saved bytes, and its later appends give the same bytes as the saved cache."""
+"""Sequences in files: a loaded cache has the saved bytes, and its later appends give the same bytes as the
+saved cache.
+"""
 
 import json
 
@@ -33,13 +35,17 @@ def go_on(cache):
     return [x for layer in range(cache.num_layers) for seq in range(cache.num_seqs) for x in cache.read(layer, seq)]
 
 
-SCALES = LayerScales(torch.full((HEADS,), 0.05), torch.full((HEADS,), 0.0625), torch.ones(HEADS, DIM), torch.ones(HEADS, DIM))
+SCALES = LayerScales(
+    torch.full((HEADS,), 0.05), torch.full((HEADS,), 0.0625), torch.ones(HEADS, DIM), torch.ones(HEADS, DIM)
+)
 MEANS = {"k_mean": [torch.full((HEADS, DIM), 0.3), None], "v_mean": torch.rand(HEADS, DIM)}
 
 
 @pytest.mark.parametrize("form", [{}, {"num_pages": 12}, {"max_seqlen": 384}])
 @pytest.mark.parametrize(
-    "options", [{}, {"key_dtype": "e4m3", "rotate_keys": [True, False]}, MEANS, {"scales": SCALES}], ids=["int8", "e4m3", "means", "scales"]
+    "options",
+    [{}, {"key_dtype": "e4m3", "rotate_keys": [True, False]}, MEANS, {"scales": SCALES}],
+    ids=["int8", "e4m3", "means", "scales"],
 )
 def test_what_is_loaded_has_the_bytes_that_were_saved(tmp_path, options, form):
     cache = filled(**options)
@@ -91,7 +97,9 @@ def test_files_that_are_refused(tmp_path):
     cache.save(path)
     with pytest.raises(ValueError, match="no such file"):
         PagedKVCache.load(tmp_path / "none")
-    with pytest.raises(ValueError, match="sequences of 300 tokens, which do not fit into max_seqlen=200; give a larger one"):
+    with pytest.raises(
+        ValueError, match="sequences of 300 tokens, which do not fit into max_seqlen=200; give a larger one"
+    ):
         PagedKVCache.load(path, max_seqlen=200)
     with pytest.raises(OutOfPagesError, match="needs 5 more pages"):
         PagedKVCache.load(path, num_pages=3)
@@ -127,7 +135,9 @@ def test_files_that_are_refused(tmp_path):
 def test_a_page_table_that_names_no_pages_is_refused(tmp_path):
     filled().save(tmp_path / "cache")
     tensors, layers, _ = storage.read(tmp_path / "cache")
-    storage.write(tmp_path / "cache", tensors | {f"page_table.{i}": tensors[f"page_table.{i}"] + 90 for i in layers}, layers)
+    storage.write(
+        tmp_path / "cache", tensors | {f"page_table.{i}": tensors[f"page_table.{i}"] + 90 for i in layers}, layers
+    )
     with pytest.raises(ValueError, match=r"not as written .*page_table must name the pages 0 to 4; got \[90, 91"):
         PagedKVCache.load(tmp_path / "cache")
 
@@ -135,7 +145,11 @@ def test_a_page_table_that_names_no_pages_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "damaged", "message"),
     [
-        ("pages.1", lambda x: x[:, :1], r"pages.1 must be \(5, 2, 16512\) uint8 on cpu; got \(5, 1, 16512\)"),  # would be broadcast
+        (
+            "pages.1",
+            lambda x: x[:, :1],
+            r"pages.1 must be \(5, 2, 16512\) uint8 on cpu; got \(5, 1, 16512\)",
+        ),  # would be broadcast
         ("pages.0", lambda x: x[:2], r"pages.0 must be \(5, 2, 16512\)"),
         ("page_table.1", lambda x: x + 90, r"page_table must be the same in the layers \[0, 1\]"),
         ("lengths", lambda x: x + 4000, r"lengths must be 0 to 384; got \[4300"),

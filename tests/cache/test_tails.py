@@ -1,4 +1,6 @@
-"""What is left past the end of a sequence after a move, and which lengths count after appends that the host has not seen."""
+"""What is left past the end of a sequence after a move, and which lengths count after appends that the host has not
+seen.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def test_a_dropped_token_is_cleared_in_the_sequence_that_moved():
 def test_a_dropped_token_is_cleared_in_every_copy():
     cache = with_a_dropped_nan(3)
     cache.copy(0, 2)
-    cache.append(0, *(torch.randn(1, 1, DIM) for _ in "kv"), lengths=[1, 0, 0])  # the first leaves the page to its copy, or the reverse
+    cache.append(
+        0, *(torch.randn(1, 1, DIM) for _ in "kv"), lengths=[1, 0, 0]
+    )  # the first leaves the page to its copy, or the reverse
     assert cache.lengths == (11, 12, 10)
     assert not values_past_the_end(cache, 2).any() and not values_past_the_end(cache, 0).any()
     assert cache.read(0, 2)[1].isfinite().all()

@@ -8,11 +8,16 @@ import torch
 from fp8attn import apply_rope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu"))]
+BACKENDS = [
+    "reference",
+    pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernels run compiled: tests/gpu")),
+]
 X = torch.zeros(1, 2, 8, 64)
 
 
-def bhsd(batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32) -> torch.Tensor:
+def bhsd(
+    batch: int, heads: int, length: int, head_dim: int, transposed: bool = False, dtype=torch.float32
+) -> torch.Tensor:
     """Normal values `[B, H, S, D]`. With `transposed`, the memory order is `[B, S, H, D]`."""
     if transposed:
         return torch.randn(batch, length, heads, head_dim).to(dtype).transpose(1, 2)

@@ -19,7 +19,9 @@ def operands(batch=2, heads=4, kv_heads=2, q_len=5, kv_len=131, head_dim=64, v_d
     """FP8 query, key and value, with descales that are not powers of two."""
     torch.manual_seed(seed)
     q, k = torch.randn(batch, heads, q_len, head_dim), torch.randn(batch, kv_heads, kv_len, head_dim)
-    v = torch.randn(batch, kv_heads, kv_len, v_dim or head_dim).clamp(-4, 4) * 100  # a cast to E4M3 does not saturate everywhere
+    v = (
+        torch.randn(batch, kv_heads, kv_len, v_dim or head_dim).clamp(-4, 4) * 100
+    )  # a cast to E4M3 does not saturate everywhere
     descales = [0.1 + torch.rand(batch, kv_heads) for _ in range(3)]
     return [x.to(FP8) for x in (q, k, v)], descales
 
@@ -29,7 +31,10 @@ def exact(q, k, v, is_causal=False, scale=None, descales=None):
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     if descales is not None:
-        q, k, v = (x * d.double().repeat_interleave(group, 1)[..., None, None] for x, d in zip((q, k, v), descales, strict=True))
+        q, k, v = (
+            x * d.double().repeat_interleave(group, 1)[..., None, None]
+            for x, d in zip((q, k, v), descales, strict=True)
+        )
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     if is_causal:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
@@ -136,7 +141,9 @@ def test_the_output_lies_as_the_query_does(v_dim):
     transposed = attend(q.transpose(1, 2).contiguous().transpose(1, 2), k.mT.contiguous().mT, v, False, None, *descales)
     assert torch.equal(out, transposed)
     assert out.is_contiguous() and transposed.transpose(1, 2).is_contiguous() == (v_dim == 64)
-    part = q.transpose(1, 2).contiguous().repeat(1, 1, 2, 1)[:, :, :4].transpose(1, 2)  # of a tensor that has more heads
+    part = (
+        q.transpose(1, 2).contiguous().repeat(1, 1, 2, 1)[:, :, :4].transpose(1, 2)
+    )  # of a tensor that has more heads
     assert torch.equal(attend(part, k, v, False, None, *descales), out)
 
 
@@ -157,7 +164,10 @@ def test_the_signature_is_pytorchs():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_descale": torch.ones(2, 2, dtype=torch.float64)}, r"q_descale \[B, H\] must be \(2, 2\) float32 on cpu; got \(2, 2\) float64"),
+        (
+            {"q_descale": torch.ones(2, 2, dtype=torch.float64)},
+            r"q_descale \[B, H\] must be \(2, 2\) float32 on cpu; got \(2, 2\) float64",
+        ),
         ({"k_descale": torch.ones(2, 4)}, r"k_descale \[B, H\] must be \(2, 2\) float32 on cpu; got \(2, 4\)"),
         ({"v_descale": torch.ones(2, 2, 1)}, r"v_descale \[B, H\] must be \(2, 2\) .* got \(2, 2, 1\)"),
         ({"v_descale": torch.ones(2, 2, device="meta")}, r"v_descale \[B, H\] must be .* on cpu; got .* on meta"),
@@ -201,7 +211,9 @@ def test_the_op_passes_torch_opcheck():
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     for v_dim in (64, 32):
         tensors, descales = operands(v_dim=v_dim)
-        torch.library.opcheck(torch.ops.fp8attn.sdpa_quantized, (*tensors, True, 0.1, *descales, "reference"), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.fp8attn.sdpa_quantized, (*tensors, True, 0.1, *descales, "reference"), test_utils=checks
+        )
 
 
 def test_it_compiles_whole():
@@ -232,10 +244,15 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
     (_, k, v), _ = operands(kv_len=130, head_dim=head_dim)
     k.view(torch.uint8)[0, 0, :3, :2] = torch.tensor([[0x01, 0x81], [0x7E, 0xFE], [0x00, 0x80]], dtype=torch.uint8)
     options = {"form": KVFormat(PageSpec.of(head_dim, "e4m3").name, rotate=False)}
-    pages, expected = append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options), reference.from_dense(k, v, **options)
+    pages, expected = (
+        append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options),
+        reference.from_dense(k, v, **options),
+    )
     for name in ("v", "k_scale", "v_scale", "page_table", "cache_seqlens"):  # K's bytes past the end are anything
         ours, theirs = (getattr(x, name) for x in (pages, expected))
-        assert torch.equal(ours.view(torch.uint8) if name == "v" else ours, theirs.view(torch.uint8) if name == "v" else theirs)
+        assert torch.equal(
+            ours.view(torch.uint8) if name == "v" else ours, theirs.view(torch.uint8) if name == "v" else theirs
+        )
     for seq in range(2):
         read = pages.read(seq, 130)
         assert all(torch.equal(x, y[seq].transpose(0, 1).float()) for x, y in zip(read, (k, v), strict=True))

@@ -16,7 +16,11 @@ from tests.dense.inputs import INTERPRETED, bhsd
 
 
 def test_ops_pass_torch_opcheck():
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # test_schema: see test_ops.py
+    checks = (
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )  # test_schema: see test_ops.py
     x = bhsd(2, 2, 130, 64, True)
     for backend in ("reference", "triton") if INTERPRETED else ("reference",):
         y = x if backend == "reference" else x.half()
@@ -44,12 +48,15 @@ def test_ops_pass_torch_opcheck():
 def test_the_dense_op_passes_torch_opcheck(q_len, kv_len, head_dim, v_dim, rope, is_causal, transposed):
     """In graphs it is one op. Its output has the memory order of q, as in the eager call."""
     tensors = [
-        bhsd(2, heads, length, dim, transposed) for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
+        bhsd(2, heads, length, dim, transposed)
+        for heads, length, dim in ((4, q_len, head_dim), (2, kv_len, head_dim), (2, kv_len, v_dim))
     ]
     tables = [torch.randn(2, length, 32) if rope else None for length in (q_len, q_len, kv_len, kv_len)]
     arguments = *tensors, *tables, False, is_causal, None, "int8", True, "reference"
     torch.library.opcheck(
-        torch.ops.fp8attn.sdpa, arguments, test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.ops.fp8attn.sdpa,
+        arguments,
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
 
@@ -77,7 +84,9 @@ def test_it_exports_with_any_length(strict):
     class Layer(torch.nn.Module):
         def forward(self, query, key, value):
             length = query.shape[2]
-            rotated = rope_scaled_dot_product_attention(query, key, value, cos[:length], sin[:length], is_causal=True, enable_gqa=True)
+            rotated = rope_scaled_dot_product_attention(
+                query, key, value, cos[:length], sin[:length], is_causal=True, enable_gqa=True
+            )
             return rotated + scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
     def arguments(length):

@@ -1,4 +1,6 @@
-"""The functions on dense tensors: RoPE in and before attention, pages of dense K and V, rows in 8 bits; the kernels interpreted."""
+"""The functions on dense tensors: RoPE in and before attention, pages of dense K and V, rows in 8 bits; the kernels
+interpreted.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,10 @@ from tests.support.kernel_cases import random_tokens
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary", [64, 24])
 def test_rope_inside_is_rope_before(rotary, interleaved, backend):
-    query, key, value = bhsd(2, 4, 40, 64, True, torch.float16), *(bhsd(2, 2, 40, 64, True, torch.float16) for _ in "kv")
+    query, key, value = (
+        bhsd(2, 4, 40, 64, True, torch.float16),
+        *(bhsd(2, 2, 40, 64, True, torch.float16) for _ in "kv"),
+    )
     angle = torch.randn(50, rotary // 2) * 3
     cos, sin = angle.cos()[10:], angle.sin()[10:]  # positions from 10 on
     out = rope_scaled_dot_product_attention(
@@ -66,7 +71,12 @@ def test_keys_may_have_tables_of_their_own():
 
 def test_what_rope_refuses():
     table = torch.zeros(8, 32)
-    for cos, sin in ((table[:5], table[:5]), (table, table[:, :16]), (torch.zeros(8, 65),) * 2, (torch.zeros(3, 8, 32),) * 2):
+    for cos, sin in (
+        (table[:5], table[:5]),
+        (table, table[:, :16]),
+        (torch.zeros(8, 65),) * 2,
+        (torch.zeros(3, 8, 32),) * 2,
+    ):
         with pytest.raises(ValueError, match="rotary tables must both be"):
             dense_rope(X, Rope(cos, sin))
     with pytest.raises(ValueError, match="key_rope_cos and key_rope_sin together"):
@@ -86,9 +96,13 @@ def test_apply_rope_is_a_product_of_complex_numbers(interleaved):
     x, angle = torch.randn(2, 3, 7, 64), torch.randn(7, 24)
     rotated = apply_rope(x, angle.cos(), angle.sin(), interleaved=interleaved)
     pairs = x[..., :48].unflatten(-1, (24, 2) if interleaved else (2, 24))
-    product = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous()) * torch.polar(torch.ones(7, 24), angle)
+    product = torch.view_as_complex((pairs if interleaved else pairs.mT).contiguous()) * torch.polar(
+        torch.ones(7, 24), angle
+    )
     product = torch.view_as_real(product)
-    torch.testing.assert_close(rotated[..., :48], (product if interleaved else product.mT).flatten(-2))  # FP32 rounds in another order
+    torch.testing.assert_close(
+        rotated[..., :48], (product if interleaved else product.mT).flatten(-2)
+    )  # FP32 rounds in another order
     assert torch.equal(rotated[..., 48:], x[..., 48:])
     half = apply_rope(x.half().mT.contiguous().mT, angle.cos(), angle.sin(), interleaved=interleaved)
     exact = apply_rope(x.half().float(), angle.cos(), angle.sin(), interleaved=interleaved)
@@ -113,23 +127,33 @@ def test_apply_rope_is_a_product_of_complex_numbers(interleaved):
 )
 def test_from_dense_writes_the_references_bytes(shape, transposed, rotary, interleaved):
     batch, heads, length, head_dim = shape
-    k, v = (random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2) for _ in "kv")
+    k, v = (
+        random_tokens(batch * length, heads, head_dim, torch.bfloat16).unflatten(0, (batch, length)).transpose(1, 2)
+        for _ in "kv"
+    )
     k[0, 0, 1, 3], v[0, -1, 2, 2], v[-1, 0, 3, 1] = torch.nan, torch.inf, torch.nan
     if not transposed:
         k, v = k.contiguous(), v.contiguous()
-    angle, q_angle = torch.randn(batch, length, rotary // 2), torch.randn(batch, 270, head_dim // 2)  # Q has other angles and lengths
+    angle, q_angle = (
+        torch.randn(batch, length, rotary // 2),
+        torch.randn(batch, 270, head_dim // 2),
+    )  # Q has other angles and lengths
     tables = Rope(angle.cos(), angle.sin(), interleaved), Rope(q_angle.cos(), q_angle.sin(), interleaved)
     q = bhsd(batch, 3 * heads, 270, head_dim, not transposed, torch.bfloat16)
     outs = torch.full_like(q, torch.inf), torch.full_like(q, torch.inf)
     ours, theirs = (
-        load(backend).from_dense(k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out) if rotary else None)
+        load(backend).from_dense(
+            k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out) if rotary else None
+        )
         for backend, out in zip(("triton", "reference"), outs, strict=True)
     )
     assert torch.equal(*outs) and outs[0].isfinite().all() == (rotary > 0)
     columns = -(-length // 128)
     assert ours.page_table.tolist() == torch.arange(batch * columns).view(batch, columns).tolist()
     assert ours.cache_seqlens.tolist() == [length] * batch
-    assert torch.equal(ours.k_scale.nan_to_num(-1.0), theirs.k_scale.nan_to_num(-1.0))  # an INT8 page with a NaN has one for its scale
+    assert torch.equal(
+        ours.k_scale.nan_to_num(-1.0), theirs.k_scale.nan_to_num(-1.0)
+    )  # an INT8 page with a NaN has one for its scale
     assert torch.equal(ours.v_scale, theirs.v_scale)
     for name, unpack in (("k", unpack_k), ("v", unpack_v)):
         a, b = (unpack(getattr(pages, name).view(torch.uint8)).unflatten(0, (batch, -1)) for pages in (ours, theirs))

@@ -1,7 +1,8 @@
 """scaled_dot_product_attention in FP8: torch's semantics, what goes to torch instead, and the two errors.
 
-The kernel error is against float64 attention over the same bytes. The quantization error is an SQNR against attention on the unrounded
-inputs, beside that of attention whose inputs alone are rounded to FP8, by the largest value of each head: no more than 1.2 dB below it.
+The kernel error is against float64 attention over the same bytes. The quantization error is an SQNR against attention
+on the unrounded inputs, beside that of attention whose inputs alone are rounded to FP8, by the largest value of each
+head: no more than 1.2 dB below it.
 """
 
 import pytest
@@ -80,7 +81,10 @@ def test_it_is_torchs_attention(shape, is_causal, transposed, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernel_error_against_float64_on_the_same_bytes(backend):
-    query, key, value = bhsd(2, 4, 131, 64, True, torch.float16), *(bhsd(2, 2, 131, 64, True, torch.float16) for _ in "kv")
+    query, key, value = (
+        bhsd(2, 4, 131, 64, True, torch.float16),
+        *(bhsd(2, 2, 131, 64, True, torch.float16) for _ in "kv"),
+    )
     pages, flat = fp8attn.from_dense(key, value, backend=backend), query.transpose(1, 2).flatten(0, 1)
     out = ops.attention(flat, pages, causal=False, backend=backend)
     params = AttentionParams(cu_seqlens_q=None, max_seqlen_q=131, causal=False, softmax_scale=0.125)
@@ -104,7 +108,9 @@ def test_scale_and_strides():
     fused = torch.randn(2, 70, 3, 2, 64)  # as a projection to Q, K and V leaves them
     query, key, value = fused.permute(2, 0, 3, 1, 4)
     exact = F.scaled_dot_product_attention(query, key, value, scale=0.4)
-    assert sqnr_db(scaled_dot_product_attention(query, key, value, scale=0.4), exact) > 22.0  # sharper: scores are 3.2 times larger
+    assert (
+        sqnr_db(scaled_dot_product_attention(query, key, value, scale=0.4), exact) > 22.0
+    )  # sharper: scores are 3.2 times larger
     last = torch.randn(1, 2, 64, 70).transpose(2, 3)  # not contiguous in its last dimension
     exact = F.scaled_dot_product_attention(last, last, last)
     assert sqnr_db(scaled_dot_product_attention(last, last, last), exact) > 25.0
@@ -133,7 +139,10 @@ def test_outliers_and_offsets():
         ({"attn_mask": torch.zeros(8, 8)}, "a mask is given"),
         ({"dropout_p": 0.1}, "dropout is for training"),
         ({"query": X.clone().requires_grad_()}, "an input requires a gradient"),
-        ({"query": X.double(), "key": X.double(), "value": X.double()}, "takes bfloat16, float16 and float32, not torch.float64"),
+        (
+            {"query": X.double(), "key": X.double(), "value": X.double()},
+            "takes bfloat16, float16 and float32, not torch.float64",
+        ),
         ({"key": X.half()}, "differ in dtype"),
         ({"query": X[0]}, "number of dimensions"),
         ({"query": X.expand(3, -1, -1, -1)}, "query and key differ in batch"),
@@ -172,7 +181,10 @@ def test_rows_that_see_nothing_are_zero_in_float16():
     """Reported: rows of padding that attend to nothing are NaN. Here rows of 1 to 64 tokens have padding on the left by
     more than a page. They are compared with each row alone in float32."""
     lengths, width = (1, 2, 63, 64, 200), 200
-    query, key, value = bhsd(5, 4, width, 64, False, torch.float16), *(bhsd(5, 2, width, 64, False, torch.float16) for _ in "kv")
+    query, key, value = (
+        bhsd(5, 4, width, 64, False, torch.float16),
+        *(bhsd(5, 2, width, 64, False, torch.float16) for _ in "kv"),
+    )
     tokens = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
     mask = tokens[:, None, None] & torch.ones(width, width, dtype=torch.bool).tril()
     found = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
@@ -181,7 +193,9 @@ def test_rows_that_see_nothing_are_zero_in_float16():
         assert not found[row, :, : width - length].any()
         own = (x[row : row + 1, :, width - length :].float() for x in (query, key, value))
         alone = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)
-        torch.testing.assert_close(found[row, :, width - length :].float(), alone[0], rtol=2**-9, atol=2**-10)  # float16 rounds by 2^-11
+        torch.testing.assert_close(
+            found[row, :, width - length :].float(), alone[0], rtol=2**-9, atol=2**-10
+        )  # float16 rounds by 2^-11
 
 
 def test_gradients_flow_through_the_fallback():
@@ -189,13 +203,17 @@ def test_gradients_flow_through_the_fallback():
     scaled_dot_product_attention(query, query, query).sum().backward()
     assert query.grad is not None
     with torch.no_grad():
-        assert not torch.equal(scaled_dot_product_attention(query, query, query), F.scaled_dot_product_attention(query, query, query))
+        assert not torch.equal(
+            scaled_dot_product_attention(query, query, query), F.scaled_dot_product_attention(query, query, query)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.autograd.forward_ad
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_forward_mode_derivatives_are_torchs(name):
-    """With dual tensors (`torch.autograd.forward_ad`), and with `torch.func.jvp`. On a CPU, only torch's MATH backend supports them."""
+    """With dual tensors (`torch.autograd.forward_ad`), and with `torch.func.jvp`. On a CPU, only torch's MATH backend
+    supports them.
+    """
     tensors = {"query": bhsd(1, 4, 20, 64), "key": bhsd(1, 2, 20, 64), "value": bhsd(1, 2, 20, 64)}
     tangent = torch.randn_like(tensors[name])
 
@@ -235,12 +253,17 @@ def test_compiled_code_has_torchs_derivatives():
     with sdpa_kernel(SDPBackend.MATH):
         expected = both(F.scaled_dot_product_attention)
         for ours, want in zip(
-            torch.compile(both, fullgraph=True, backend="aot_eager")(scaled_dot_product_attention), expected, strict=True
+            torch.compile(both, fullgraph=True, backend="aot_eager")(scaled_dot_product_attention),
+            expected,
+            strict=True,
         ):
             torch.testing.assert_close(ours, want)
         rounded = scaled_dot_product_attention(query, key, value)
         assert torch.equal(compiled(query, key, value), rounded)
-        with torch.no_grad(), forward_ad.dual_level():  # what was compiled outside of a level, called with a dual tensor
+        with (
+            torch.no_grad(),
+            forward_ad.dual_level(),
+        ):  # what was compiled outside of a level, called with a dual tensor
             dual = forward_ad.make_dual(key, tangent)
             if torch.__version__ >= (2, 15):  # then torch.compile itself refuses it
                 with pytest.raises(torch._dynamo.exc.Unsupported, match="forward-mode AD"):
@@ -259,7 +282,8 @@ def test_each_query_has_its_own_angles(q_len, kv_len, interleaved):
     (q, k, v), angle = (torch.randn(1, 2, n, 64) for n in (q_len, kv_len, kv_len)), torch.randn(90, 32)
     q_tables, k_tables = ((angle[:n].cos(), angle[:n].sin()) for n in (q_len, kv_len))
     out = rope_scaled_dot_product_attention(
-        q, k, v, *q_tables, key_rope_cos=k_tables[0], key_rope_sin=k_tables[1], rope_interleaved=interleaved, is_causal=True,
+        q, k, v, *q_tables, key_rope_cos=k_tables[0], key_rope_sin=k_tables[1], rope_interleaved=interleaved,
+        is_causal=True,
         backend="reference",
     )  # fmt: skip
     rotated = (apply_rope(x, *t, interleaved=interleaved) for x, t in ((q, q_tables), (k, k_tables)))
@@ -269,7 +293,9 @@ def test_each_query_has_its_own_angles(q_len, kv_len, interleaved):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_is_torchs():
     query, key, value = torch.randn(3, 5, 1, 2, 20, 64)
-    vmapped, expected = (torch.vmap(f)(query, key, value) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention))
+    vmapped, expected = (
+        torch.vmap(f)(query, key, value) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention)
+    )
     assert torch.equal(vmapped, expected)
     with pytest.raises(ValueError, match=r"'reference' cannot serve this call: a transform of torch\.func is active"):
         torch.vmap(lambda q: scaled_dot_product_attention(q, q, q, backend="reference"))(query)
@@ -312,7 +338,9 @@ def test_dropout_goes_to_torch_as_a_mask_does():
     expected = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
     torch.manual_seed(1)
     assert torch.equal(scaled_dot_product_attention(query, key, value, dropout_p=0.5), expected)
-    with pytest.raises(ValueError, match="'reference' cannot serve this call: dropout is for training, FP8 attention for inference"):
+    with pytest.raises(
+        ValueError, match="'reference' cannot serve this call: dropout is for training, FP8 attention for inference"
+    ):
         scaled_dot_product_attention(query, key, value, dropout_p=0.5, backend="reference")
 
 
@@ -328,7 +356,11 @@ def test_fallbacks_are_logged(entry, options, reason, caplog):
         else:
             entry(X, X, X, **options)
     (record,) = caplog.records
-    assert record.levelname == "DEBUG" and reason in record.message and "query [1, 2, 8, 64] torch.float32 on cpu" in record.message
+    assert (
+        record.levelname == "DEBUG"
+        and reason in record.message
+        and "query [1, 2, 8, 64] torch.float32 on cpu" in record.message
+    )
 
 
 def test_impossible_backends_are_refused():
@@ -337,9 +369,13 @@ def test_impossible_backends_are_refused():
     with pytest.raises(ValueError, match="are for NVIDIA GPUs, not cpu"):
         scaled_dot_product_attention(X, X, X, backend="hopper")
     with pytest.raises(ValueError, match="'reference' cannot serve this call: a mask is given"):
-        scaled_dot_product_attention(X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference")
+        scaled_dot_product_attention(
+            X, X, X, attn_mask=torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool), backend="reference"
+        )
 
 
 def test_there_is_nothing_to_compile_ahead_on_a_cpu():
     """On a GPU the same line finds the backend of the call's head_dim, before its first kernels."""
-    assert sdpa._prepare(torch.device("cpu"), torch.bfloat16, "auto", (1, 8, 300, 128), 2, 300, True, "int8", True) is None
+    assert (
+        sdpa._prepare(torch.device("cpu"), torch.bfloat16, "auto", (1, 8, 300, 128), 2, 300, True, "int8", True) is None
+    )

@@ -1,4 +1,6 @@
-"""`scaled_dot_product_attention(backend="fa3")`: quantized rows without their means, torch's alignment; the build is emulated."""
+"""`scaled_dot_product_attention(backend="fa3")`: quantized rows without their means, torch's alignment; the build is
+emulated.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,14 @@ def tensors(q_len=40, kv_len=40, head_dim=64, v_dim=None, dtype=torch.bfloat16):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     "shape",
-    [{}, {"q_len": 13}, {"kv_len": 13}, {"head_dim": 72, "v_dim": 40}, {"dtype": torch.float16}, {"q_len": 1, "kv_len": 1}],
+    [
+        {},
+        {"q_len": 13},
+        {"kv_len": 13},
+        {"head_dim": 72, "v_dim": 40},
+        {"dtype": torch.float16},
+        {"q_len": 1, "kv_len": 1},
+    ],
     ids=str,
 )
 def test_equals_torch(fake, shape, is_causal):
@@ -41,7 +50,9 @@ def test_equals_torch(fake, shape, is_causal):
 
 
 def test_means_are_taken_off_and_come_back(fake):
-    """With an offset of 100 in K and no means, K's variation is lost to rounding: the error is five times the output."""
+    """With an offset of 100 in K and no means, K's variation is lost to rounding:
+    the error is five times the output.
+    """
     q, k, v = tensors(q_len=300, kv_len=300)
     for offset_k, offset_v, bound in ((100.0, 0.0, 0.07), (0.0, 100.0, 2**-8)):
         k1, v1 = k + offset_k, v + offset_v

@@ -21,7 +21,11 @@ def arithmetic(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndar
     if kind not in DTYPES:
         raise NotImplementedError(".".join(opcode))
     x = [warp.get(operand, kind) for operand in operands[1:]]
-    out = _float(opcode, x) if kind in ("f32", "f16", "bf16", "f16x2", "bf16x2") else _integer(warp, opcode, operands, x, mask)
+    out = (
+        _float(opcode, x)
+        if kind in ("f32", "f16", "bf16", "f16x2", "bf16x2")
+        else _integer(warp, opcode, operands, x, mask)
+    )
     warp.put(operands[0], out, mask)
 
 
@@ -62,8 +66,12 @@ def _integer(warp: Warp, opcode: list[str], operands: list[str], x: list[np.ndar
         case "shl" | "shr":
             by = warp.get(operands[2], "u32").astype(np.int64)
             bits = 8 * x[0].itemsize
-            shifted = (np.left_shift if name == "shl" else np.right_shift)(x[0], np.minimum(by, bits - 1).astype(x[0].dtype))
-            return shifted if (by < bits).all() or (name == "shr" and kind[0] == "s") else np.where(by < bits, shifted, 0)
+            shifted = (np.left_shift if name == "shl" else np.right_shift)(
+                x[0], np.minimum(by, bits - 1).astype(x[0].dtype)
+            )
+            return (
+                shifted if (by < bits).all() or (name == "shr" and kind[0] == "s") else np.where(by < bits, shifted, 0)
+            )
         case "min" if "relu" in opcode:
             return np.maximum(np.minimum(x[0], x[1]), 0)
         case "min" | "max":

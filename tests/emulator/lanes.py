@@ -63,7 +63,9 @@ def stmatrix(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarra
 def _rows(warp: Warp, operand: str, matrices: int) -> np.ndarray:
     """The addresses of the bytes of some matrices of 8 rows of 16 bytes. Lane i has the address of row i."""
     address = warp.address(operand)[: 8 * matrices]
-    assert (address % 16 == 0).all() and (address >= 0).all() and (address < warp.launch.size).all(), f"not rows of matrices: {address}"
+    assert (address % 16 == 0).all() and (address >= 0).all() and (address < warp.launch.size).all(), (
+        f"not rows of matrices: {address}"
+    )
     return (address[:, None] + np.arange(16)).reshape(matrices, 8, 16)
 
 

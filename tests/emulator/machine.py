@@ -12,7 +12,8 @@ from .program import program
 from .warp import ALL, DESCRIPTORS, Blocked, Cta, Shared, Warp
 
 INSTRUCTIONS = {
-    **arithmetic.INSTRUCTIONS, **movement.INSTRUCTIONS, **synchronization.INSTRUCTIONS, **lanes.INSTRUCTIONS, **matrices.INSTRUCTIONS,
+    **arithmetic.INSTRUCTIONS, **movement.INSTRUCTIONS, **synchronization.INSTRUCTIONS, **lanes.INSTRUCTIONS,
+    **matrices.INSTRUCTIONS,
 }  # fmt: skip
 
 
@@ -69,14 +70,19 @@ class Machine:
                     moved |= self._advance(cta.warps[index], 1)
                 moved |= others
             if not moved and not any(cta.copies for cta in ctas):
-                raise RuntimeError("deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.ended))
+                raise RuntimeError(
+                    "deadlock: " + "; ".join(self._where(w) for cta in ctas for w in cta.warps if not w.ended)
+                )
             ctas = [cta for cta in ctas if not all(w.ended for w in cta.warps)]
         self.memory.sync()
 
     def _where(self, warp: Warp) -> str:
         pc = warp.pc if isinstance(warp.pc, int) else int(warp.pc.min())
         instruction = self.program.code[min(pc, len(self.program.code) - 1)]
-        return f"CTA {warp.cta.index} warp {warp.index} at {pc}: {'.'.join(instruction.opcode)} {', '.join(instruction.operands)}"
+        return (
+            f"CTA {warp.cta.index} warp {warp.index} at {pc}: {'.'.join(instruction.opcode)} "
+            f"{', '.join(instruction.operands)}"
+        )
 
     def _advance(self, warp: Warp, steps: int) -> bool:
         """Execute up to `steps` instructions of a warp. Returns whether there was one."""

@@ -28,12 +28,18 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
             raise NotImplementedError(".".join(opcode))
     left, right = (np.stack([warp.get(x, "b32") for x in registers]) for registers in (a, b))
     if "bf16" in opcode:
-        left, right = (np.stack([x << 16, x & 0xFFFF0000], -1).view(np.float32).reshape(len(x), -1) for x in (left, right))
+        left, right = (
+            np.stack([x << 16, x & 0xFFFF0000], -1).view(np.float32).reshape(len(x), -1) for x in (left, right)
+        )
     left, right = (x.view(item).astype(wide) for x in (left, right))
     each = left.shape[1] // 32  # elements of a register
-    left = left.reshape(2, 2, 8, 4, each).transpose(1, 2, 0, 3, 4).reshape(16, 8 * each)  # [k half, row half, group, thread, element]
+    left = (
+        left.reshape(2, 2, 8, 4, each).transpose(1, 2, 0, 3, 4).reshape(16, 8 * each)
+    )  # [k half, row half, group, thread, element]
     right = right.reshape(2, 8, 4, each).transpose(0, 2, 3, 1).reshape(8 * each, 8)
-    more = np.stack([warp.get(x, kind) for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8).astype(wide)
+    more = (
+        np.stack([warp.get(x, kind) for x in c]).reshape(2, 2, 8, 4).transpose(0, 2, 3, 1).reshape(16, 8).astype(wide)
+    )
     out = left @ right + more
     assert kind == "f32" or (np.abs(out) < 2**31).all(), "an INT32 sum overflows"
     out = out.astype(np.float32 if kind == "f32" else np.int32).reshape(2, 8, 4, 2).transpose(0, 3, 1, 2).reshape(4, 32)
@@ -42,9 +48,9 @@ def mma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
 
 
 def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
-    """Compute the 16 rows of the product that belong to this warp. The other warps of its warpgroup compute theirs when they execute the
-    instruction. Groups of products are the warpgroup's (PTX ISA 8.7, `wgmma.commit_group`), so a wait for one ends for all four warps
-    together."""
+    """Compute the 16 rows of the product that belong to this warp. The other warps of its warpgroup compute theirs when
+    they execute the instruction. Groups of products are the warpgroup's (PTX ISA 8.7, `wgmma.commit_group`), so a wait
+    for one ends for all four warps together."""
     assert active.all(), "wgmma with lanes missing"
     order = warp.cta.order
     match opcode[1]:
@@ -62,12 +68,16 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
     columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
     if operands[1][0] == "{":
         registers = np.stack([warp.get(x, "b32") for x in elements(operands[1])]).view(np.uint8)
-        left = registers.reshape(2, 2, 8, 4, 4).transpose(1, 2, 0, 3, 4).reshape(16, 32)  # [k half, row half, group, thread, byte]
+        left = (
+            registers.reshape(2, 2, 8, 4, 4).transpose(1, 2, 0, 3, 4).reshape(16, 32)
+        )  # [k half, row half, group, thread, byte]
     else:
         left = _matrix(warp, operands[1], 64)[16 * (warp.index % 4) :][:16]
     right = _matrix(warp, operands[2], columns)
     if opcode[5] == "s32":
-        left, right = (x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True))
+        left, right = (
+            x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True)
+        )
         product = (left @ right.T).astype(np.int32)
     else:
         product = E4M3[left] @ E4M3[right].T

@@ -61,7 +61,16 @@ class TensorMap:
         swizzle: 16 for none, or the bytes of a row that are swizzled: 32, 64, 128.
     """
 
-    def __init__(self, memory: Memory, address: int, size: int, shape: list[int], strides: list[int], box: list[int], swizzle: int) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        address: int,
+        size: int,
+        shape: list[int],
+        strides: list[int],
+        box: list[int],
+        swizzle: int,
+    ) -> None:
         self.memory, self.address = memory, address
         self.shape, self.strides, self.box = (*shape, size), (*(n * size for n in strides), 1), (*box, size)
         self.swizzle = swizzle
@@ -76,8 +85,8 @@ class TensorMap:
         self.memory.bytes[target[inside]] = shared[at[inside]]
 
     def _places(self, start: int, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each byte of the box at `corner`: its address in shared memory, its address in global memory, and whether it is inside the
-        tensor."""
+        """For each byte of the box at `corner`: its address in shared memory, its address in global memory, and whether
+        it is inside the tensor."""
         inside, place = np.bool_(True), np.int64(self.address)
         for size, stride, length, first in zip(self.shape, self.strides, self.box, (*corner, 0), strict=True):
             i = np.arange(length) + first

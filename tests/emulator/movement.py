@@ -34,7 +34,9 @@ def st(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, act
     assert (address % size == 0).all(), "misaligned"
     if "global" not in opcode:
         for barrier in warp.cta.barriers:  # in use or not: whether the store comes before its initialization is a race
-            assert ((address >= barrier + 8) | (address + size <= barrier)).all(), f"a store over the barrier at {barrier}"
+            assert ((address >= barrier + 8) | (address + size <= barrier)).all(), (
+                f"a store over the barrier at {barrier}"
+            )
         at, numbers = words(address, size), warp.cta.shared.view(np.uint32)
         before = numbers[at]
     view = space.view(dtype)
@@ -91,7 +93,9 @@ def cp(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, act
 
 
 def _copy_tile(warp: Warp, operands: list[str], lane: int) -> None:
-    """TMA: to shared memory if the instruction names a barrier, which counts its bytes; from shared memory otherwise."""
+    """TMA: to shared memory if the instruction names a barrier, which counts its bytes; from shared memory
+    otherwise.
+    """
     load = len(operands) == 3
     memory, tile = operands[:2] if load else operands[1::-1]
     source, coordinates = elements(tile)
@@ -121,7 +125,9 @@ def _copy_tile(warp: Warp, operands: list[str], lane: int) -> None:
 
 
 def _copy(warp: Warp, operands: list[str], mask: np.ndarray) -> None:
-    """`cp.async`: lands with the next arrival on a barrier at the latest. Bytes that the source does not have are zero."""
+    """`cp.async`: lands with the next arrival on a barrier at the latest.
+    Bytes that the source does not have are zero.
+    """
     target, source = (warp.address(x)[mask] for x in operands[:2])
     count, memory, shared = int(operands[2], 0), warp.launch.memory, warp.cta.shared
     given = warp.get(operands[3], "u32")[mask] if len(operands) > 3 else np.full(len(target), count)

@@ -1,12 +1,15 @@
-"""What orders accesses to a CTA's shared memory: a conflict that nothing orders is an error, in whatever order the warps happen to run.
+"""What orders accesses to a CTA's shared memory: a conflict that nothing orders is an error, in whatever order the
+warps happen to run.
 
-Every warp has a vector of clocks, one for each agent: what it knows to have happened. Agents are warps, and what copies and multiplies for
-them: the products of a warpgroup, the copies of a warp by TMA to global memory and by `cp.async`, and barriers, which stand for the copies
-by TMA that they count (a barrier's clock is its number of ended phases). Barriers pass clocks on. An access conflicts with a write, and a
-write with a read, unless the warp knows the clock of the other.
+Every warp has a vector of clocks, one for each agent: what it knows to have happened. Agents are warps, and what copies
+and multiplies for
+them: the products of a warpgroup, the copies of a warp by TMA to global memory and by `cp.async`, and barriers, which
+stand for the copies by TMA that they count (a barrier's clock is its number of ended phases). Barriers pass clocks on.
+An access conflicts with a write, and a write with a read, unless the warp knows the clock of the other.
 
-Two proxies (PTX ISA 8.7, "Proxies") add rules. TMA and products (the async proxy) do not see what warps write until these have executed
-`fence.proxy.async`. And a load whose data have not arrived is not ordered before a copy by TMA over the same bytes, whatever barrier lies
+Two proxies (PTX ISA 8.7, "Proxies") add rules. TMA and products (the async proxy) do not see what warps write until
+these have executed `fence.proxy.async`. And a load whose data have not arrived is not ordered before a copy by TMA over
+the same bytes, whatever barrier lies
 between: data count as arrived when a register is used, or at a fence.
 """
 
@@ -52,14 +55,21 @@ class Order:
 
     def __init__(self, warps: int, size: int) -> None:
         groups = -(-warps // 4)
-        self.products, self.sends, self.copies, self.barriers = warps, warps + groups, 2 * warps + groups, 3 * warps + groups
+        self.products, self.sends, self.copies, self.barriers = (
+            warps,
+            warps + groups,
+            2 * warps + groups,
+            3 * warps + groups,
+        )
         self.agents = self.barriers + BARRIERS
         self.known = np.zeros((warps, self.agents), np.int32)
         np.fill_diagonal(self.known, 1)
         self.groups = [0] * warps  # of products, that a warp has committed
         self.committed: dict[tuple[int, int], np.ndarray] = {}  # what was known then, by warpgroup and group
         self.copied = [0] * warps  # arrivals with copies of cp.async
-        self.flying: list[set[str]] = [set() for _ in range(warps)]  # registers whose load, from bytes of TMA, may not have ended
+        self.flying: list[set[str]] = [
+            set() for _ in range(warps)
+        ]  # registers whose load, from bytes of TMA, may not have ended
         self.phases: dict[int, Phase] = {}
         self.writer = np.zeros(size >> 2, np.int16)
         self.written = np.zeros(size >> 2, np.int32)
@@ -105,7 +115,9 @@ class Order:
         self.read[self.products + warp // 4, at] = self.groups[warp] + 1
 
     def _fenced(self, at: Words) -> None:
-        assert not (by := self.unfenced[at]).any(), f"no fence has shown the async proxy what warp {int(by.max()) - 1} wrote"
+        assert not (by := self.unfenced[at]).any(), (
+            f"no fence has shown the async proxy what warp {int(by.max()) - 1} wrote"
+        )
 
     def _after_write(self, warp: int, at: Words) -> None:
         writer = self.writer[at]
@@ -115,11 +127,18 @@ class Order:
     def _write(self, warp: int, at: Words, agent: int, clock: int) -> None:
         self._after_write(warp, at)
         early = self.read[:, at] > self.known[warp, : self.copies, None]
-        assert not early.any(), f"race: nothing orders this write after a read by {self._name(int(early.any(1).argmax()))}"
+        assert not early.any(), (
+            f"race: nothing orders this write after a read by {self._name(int(early.any(1).argmax()))}"
+        )
         self.writer[at], self.written[at], self.unfenced[at] = agent, clock, 0
 
     def _name(self, agent: int) -> str:
-        kinds = ((0, "warp"), (self.products, "products of warpgroup"), (self.sends, "TMA of warp"), (self.copies, "cp.async of warp"))
+        kinds = (
+            (0, "warp"),
+            (self.products, "products of warpgroup"),
+            (self.sends, "TMA of warp"),
+            (self.copies, "cp.async of warp"),
+        )
         first, kind = max(x for x in (*kinds, (self.barriers, "TMA for barrier")) if x[0] <= agent)
         return f"{kind} {agent - first}"
 
@@ -179,10 +198,14 @@ class Order:
         self.phases[barrier].arriving[self.copies + warp] = self.copied[warp]
 
     def end(self, barrier: int) -> None:
-        """The barrier's phase ends. Warps that wait for the one before must have passed in any order: a wait names only the parity."""
+        """The barrier's phase ends. Warps that wait for the one before must have passed in any order: a wait names only
+        the parity.
+        """
         phase = self.phases[barrier]
         for warp, clock in phase.waited.items():
-            assert phase.arriving[warp] >= clock, f"warp {warp} may miss phase {phase.ended} of the barrier at {barrier}"
+            assert phase.arriving[warp] >= clock, (
+                f"warp {warp} may miss phase {phase.ended} of the barrier at {barrier}"
+            )
         phase.ended += 1
         phase.published, phase.arriving, phase.waited = phase.arriving, np.zeros_like(phase.arriving), {}
         phase.published[phase.agent] = phase.ended

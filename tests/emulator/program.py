@@ -37,7 +37,8 @@ class Program:
 
     Attributes:
         code: its instructions.
-        labels: the index in `code` that a label names. A name that a block in braces declares has the block's number appended.
+        labels: the index in `code` that a label names. A name that a block in braces declares has the block's number
+            appended.
         tables: the labels of each `.branchtargets`.
         registers: the type of each register.
         params: type and name of each parameter.

@@ -1,4 +1,6 @@
-"""The emulator's check of what orders accesses to shared memory: it must report each fault, in whatever order warps happen to run."""
+"""The emulator's check of what orders accesses to shared memory: it must report each fault, in whatever order warps
+happen to run.
+"""
 
 import numpy as np
 import pytest

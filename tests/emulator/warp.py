@@ -19,7 +19,8 @@ DESCRIPTORS = 0xDE5C0000  # tensor maps are kernel parameters; their "addresses"
 DTYPES = {
     name: np.dtype(dtype)
     for name, dtype in {
-        "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16, "f16": np.uint16,
+        "pred": np.bool_, "b8": np.uint8, "u8": np.uint8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
+        "f16": np.uint16,
         "bf16": np.uint16, "b32": np.uint32, "u32": np.uint32, "s32": np.int32, "f32": np.float32, "f16x2": np.uint32,
         "bf16x2": np.uint32, "b64": np.uint64, "u64": np.uint64, "s64": np.int64,
     }.items()
@@ -47,7 +48,14 @@ class Shared:
         self, program: Program, memory: Memory, params: Mapping[str, int], maps: list[TensorMap], size: int, grid: int,
         chance: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self.program, self.memory, self.params, self.maps, self.size, self.grid = program, memory, params, maps, size, grid
+        self.program, self.memory, self.params, self.maps, self.size, self.grid = (
+            program,
+            memory,
+            params,
+            maps,
+            size,
+            grid,
+        )
         self.chance = chance
 
 
@@ -133,7 +141,9 @@ class Warp:
     def address(self, text: str) -> np.ndarray:
         """`[%rd1 + 16]`"""
         base, offset = _address(text)
-        start = self.get(base, "u64" if base.startswith("%rd") or base in self.launch.params else "u32").astype(np.int64)
+        start = self.get(base, "u64" if base.startswith("%rd") or base in self.launch.params else "u32").astype(
+            np.int64
+        )
         return start + offset if offset else start
 
     def one(self, text: str, mask: np.ndarray) -> int:

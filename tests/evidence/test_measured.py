@@ -12,14 +12,17 @@ from evidence.tables.kernels import PREFILL_IMPLS
 
 def measured(name: str) -> list:
     return [
-        pytest.param(json.loads(file.read_text())["rows"], id=file.parent.name) for file in sorted((ROOT / "results").rglob(f"{name}.json"))
+        pytest.param(json.loads(file.read_text())["rows"], id=file.parent.name)
+        for file in sorted((ROOT / "results").rglob(f"{name}.json"))
     ]
 
 
 def test_the_files_of_an_h200_are_of_the_commit_that_the_page_names():
     """All rows of ours, but for the times of ours beside a system that was added: such a commit is on the page, too."""
     text = (ROOT / "docs/results.md").read_text()
-    [commit] = re.findall(r"\*\*Of one commit\.\*\* Every file of `results/h200` was measured on .* at one commit, (\w+),", text)
+    [commit] = re.findall(
+        r"\*\*Of one commit\.\*\* Every file of `results/h200` was measured on .* at one commit, (\w+),", text
+    )
     added = re.findall(r" (?:was|were) added at (\w+)", text)
     files = [json.loads(file.read_text()) for file in (ROOT / "results/h200").glob("*.json")]
     assert files and {file["commit"] for file in files} == {commit}
@@ -28,7 +31,8 @@ def test_the_files_of_an_h200_are_of_the_commit_that_the_page_names():
         theirs = {name for names in file.get("mixed", {}).values() for name in names}
         impls = {row["impl"] for row in file["rows"]}
         assert all(
-            not name.startswith("fp8attn") if name in impls else name.startswith(("llama_per_token-", "qwen15b-")) for name in theirs
+            not name.startswith("fp8attn") if name in impls else name.startswith(("llama_per_token-", "qwen15b-"))
+            for name in theirs
         )
 
 
@@ -45,8 +49,8 @@ def test_the_gpu_tests_passed(rows):
 
 @pytest.mark.parametrize("rows", measured("decode"))
 def test_decode_is_exact(rows):
-    """Rotated queries over E4M3 keys are rounded to FP16, 2^-12 of each number: 3.9e-4 to 6.8e-4 on an H200, by the draw of a query and the
-    scales of its keys. Over INT8 keys they have 15 bits of a row's largest."""
+    """Rotated queries over E4M3 keys are rounded to FP16, 2^-12 of each number: 3.9e-4 to 6.8e-4 on an H200, by the
+    draw of a query and the scales of its keys. Over INT8 keys they have 15 bits of a row's largest."""
     errors = {impl: [row["rel_err"] for row in rows if row["impl"] == impl] for impl in KEYS}
     assert errors["fp8attn"] and max(errors.pop("fp8attn")) <= 5e-4, rows
     assert all(error <= 7.5e-4 for found in errors.values() for error in found), errors

@@ -17,12 +17,19 @@ FOUND = sorted((ROOT / "results").rglob("*.json"))
 @pytest.mark.parametrize("file", FOUND, ids=lambda file: str(file.relative_to(ROOT)))
 def test_rows_say_where_they_are_from(file):
     held = json.loads(file.read_text())
-    assert results.slug(held["device"]) == file.parent.name and {"commit", "date", "torch", "command"} <= held.keys() <= {
+    assert results.slug(held["device"]) == file.parent.name and {
+        "commit",
+        "date",
+        "torch",
+        "command",
+    } <= held.keys() <= {
         *results.HEADER,
         "rows",
     }
     assert held["rows"] and len({(row["case"], row["impl"]) for row in held["rows"]}) == len(held["rows"])
-    assert all(re.fullmatch(r"python( -m)? [\w./]+( [\w.,:+=/-]+)*", command) for command in held["command"].split("; "))
+    assert all(
+        re.fullmatch(r"python( -m)? [\w./]+( [\w.,:+=/-]+)*", command) for command in held["command"].split("; ")
+    )
     names = {row["case"] for row in held["rows"]} | {row["impl"] for row in held["rows"]}
     assert all({*mixed} <= names for mixed in held.get("mixed", {}).values())
 
@@ -46,7 +53,11 @@ def test_a_file_is_written_whole_with_one_header(tmp_path, monkeypatch):
         path = results.save("decode", [{"case": "a", "impl": "ours", "ms": ms}], {"fa3": "fa3-fwd 0.0.3"}, tmp_path)
     held = json.loads(path.read_text())
     assert held["rows"] == [{"case": "a", "impl": "ours", "ms": 2.0}]
-    assert (held["commit"], held["command"], held["peers"]) == ("abc1234", "python -m benchmarks.set 1", {"fa3": "fa3-fwd 0.0.3"})
+    assert (held["commit"], held["command"], held["peers"]) == (
+        "abc1234",
+        "python -m benchmarks.set 1",
+        {"fa3": "fa3-fwd 0.0.3"},
+    )
     results.commit.cache_clear()
 
 
@@ -65,7 +76,11 @@ def test_cases_are_added_with_their_commit(tmp_path, monkeypatch):
     add("bbb", "d", "c")
     held = add("bbb", "e")
     assert held["rows"] == [row(case) for case in "abdce"]
-    assert (held["commit"], held["mixed"], held["peers"]) == ("aaa", {"bbb": ["c", "d", "e"]}, {"aaa": "1.0", "bbb": "1.0"})
+    assert (held["commit"], held["mixed"], held["peers"]) == (
+        "aaa",
+        {"bbb": ["c", "d", "e"]},
+        {"aaa": "1.0", "bbb": "1.0"},
+    )
     assert held["command"] == "; ".join(f"python -m benchmarks.run x {cases}" for cases in ("a", "b", "d c", "e"))
     with pytest.raises(ValueError, match=r"x\.json has c: measure other cases"):
         add("ccc", "c", "f")

@@ -31,6 +31,9 @@ def test_what_is_not_measured_is_said(monkeypatch, tmp_path):
 
 
 def test_ratios_are_of_rows_of_one_case():
-    found = {("a", impl): {"case": "a", "impl": impl, "ms": ms} for impl, ms in (("fp8attn", 2.0), ("fa3-bf16", 3.0), ("cudnn-bf16", 5.0))}
+    found = {
+        ("a", impl): {"case": "a", "impl": impl, "ms": ms}
+        for impl, ms in (("fp8attn", 2.0), ("fa3-bf16", 3.0), ("cudnn-bf16", 5.0))
+    }
     assert over(found, "a", "fp8attn", "fa3-bf16", "cudnn-bf16", "torchao") == 1.5
     assert over(found, "a", "fp8attn", "torchao") is None and over(found, "a", "torchao", "fa3-bf16") is None

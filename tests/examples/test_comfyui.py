@@ -1,4 +1,6 @@
-"""The node of ComfyUI, called as ComfyUI calls it: under `torch.inference_mode`. ComfyUI itself is on no package index."""
+"""The node of ComfyUI, called as ComfyUI calls it: under `torch.inference_mode`.
+ComfyUI itself is on no package index.
+"""
 
 import copy
 import importlib.util
@@ -81,7 +83,12 @@ def tensors(kv_heads=HEADS, reshaped=False, seed=0):
 @pytest.mark.parametrize("reshape_output", [False, True])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_both_layouts_are_right(reshaped, reshape_output, kv_heads):
-    given = {"skip_reshape": reshaped, "skip_output_reshape": not reshape_output, "scale": 0.2, "enable_gqa": kv_heads < HEADS}
+    given = {
+        "skip_reshape": reshaped,
+        "skip_output_reshape": not reshape_output,
+        "scale": 0.2,
+        "enable_gqa": kv_heads < HEADS,
+    }
     args = *tensors(kv_heads, reshaped), HEADS
     exact = own(*args, **given)
     out = attention(*args, **given, transformer_options={KEY: Override(EVERY)})
@@ -120,20 +127,32 @@ def test_blocks():
     assert [reason is None for reason in found] == [False, True, True, False, False, True, False, False]
     assert found[0] == "left out by skip_first" and found[7] == "left out by skip_last"
     assert found[3:5] == ["left out by number (3)", "left out by number (4)"]
-    assert "does not say which block" in reasons(policy) and "does not say which block" in reasons(policy, block_index=2)
-    assert reasons(AttentionPolicy(min_length=0, skip_first=1), block_index=2) is None  # the number of blocks is not needed
+    assert "does not say which block" in reasons(policy) and "does not say which block" in reasons(
+        policy, block_index=2
+    )
+    assert (
+        reasons(AttentionPolicy(min_length=0, skip_first=1), block_index=2) is None
+    )  # the number of blocks is not needed
     assert reasons(AttentionPolicy(min_length=S + 1)) == f"shorter than {S + 1} tokens"
-    assert reasons(AttentionPolicy(min_length=0, skip=(lambda call: call.layer == 5,)), block_index=5) == "left out by <lambda>"
+    assert (
+        reasons(AttentionPolicy(min_length=0, skip=(lambda call: call.layer == 5,)), block_index=5)
+        == "left out by <lambda>"
+    )
 
 
 def test_steps_are_places_in_the_schedule():
     """A sampler of second order also calls between two places. Each call of the model has a new tensor of the noise."""
-    override, schedule = Override(AttentionPolicy(min_length=0, steps=range(1, 3))), torch.tensor([1.0, 0.7, 0.4, 0.1, 0.0])
+    override, schedule = (
+        Override(AttentionPolicy(min_length=0, steps=range(1, 3))),
+        torch.tensor([1.0, 0.7, 0.4, 0.1, 0.0]),
+    )
     ran = []
     for noise in (1.0, 0.7, 0.68, 0.4, 0.1):
         sigmas = torch.full((B,), noise)
         for _ in range(2):  # two blocks of a step
-            attention(*tensors(), HEADS, transformer_options={KEY: override, "sigmas": sigmas, "sample_sigmas": schedule})
+            attention(
+                *tensors(), HEADS, transformer_options={KEY: override, "sigmas": sigmas, "sample_sigmas": schedule}
+            )
             ran.append((override.report.current_step, override.report.step_runs))
     assert ran == [(0, False)] * 2 + [(1, True)] * 4 + [(2, True)] * 2 + [(3, False)] * 2
     assert override.report.fp8_calls == 6
@@ -149,7 +168,10 @@ def test_a_model_is_patched_as_a_copy():
 
     model = Model({"transformer_options": {"patches": {}, KEY: others}})
     patched = fp8_model(fp8_model(model, AttentionPolicy()), EVERY)
-    assert model.model_options["transformer_options"][KEY] is others and patched.model_options["transformer_options"]["patches"] == {}
+    assert (
+        model.model_options["transformer_options"][KEY] is others
+        and patched.model_options["transformer_options"]["patches"] == {}
+    )
     options = patched.clone().model_options["transformer_options"]  # ComfyUI copies models
     attention(*tensors(), HEADS, transformer_options=options)
     assert not seen and not own.calls
@@ -169,5 +191,7 @@ def test_the_node():
     defaults = {name: given[1]["default"] for name, given in inputs.items() if name != "model"}
     (patched,) = getattr(cls(), cls.FUNCTION)(Model({}), **defaults)
     assert override_of(patched).policy == AttentionPolicy()
-    (patched,) = getattr(cls(), cls.FUNCTION)(Model({}), **{**defaults, "skip_first": 2, "first_step": 3, "last_step": 20})
+    (patched,) = getattr(cls(), cls.FUNCTION)(
+        Model({}), **{**defaults, "skip_first": 2, "first_step": 3, "last_step": 20}
+    )
     assert override_of(patched).policy == AttentionPolicy(skip_first=2, steps=range(3, 21))

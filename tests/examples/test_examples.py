@@ -1,4 +1,6 @@
-"""Every file of `examples/` runs as its docstring says, at small size: on a CPU, with the committed model or random weights."""
+"""Every file of `examples/` runs as its docstring says, at small size: on a CPU, with the committed model or random
+weights.
+"""
 
 import re
 import runpy
@@ -40,7 +42,9 @@ def test_generate_and_static_compiled_give_the_same_text(run):
     assert growing[:-1] == static[:-1]
     assert growing[0].startswith(PROMPT)
     # One page a layer and KV head, with the page tables; BF16: 6 layers, 2 KV heads of 128, K and V, 2 bytes.
-    tokens, held, bf16 = (int(n.replace(",", "")) for n in re.search(r"(\d+) tokens: ([\d,]+) bytes .* ([\d,]+)", growing[-1]).groups())
+    tokens, held, bf16 = (
+        int(n.replace(",", "")) for n in re.search(r"(\d+) tokens: ([\d,]+) bytes .* ([\d,]+)", growing[-1]).groups()
+    )
     assert bf16 == tokens * 6144
     assert 128 * 3072 < held < 1.01 * 128 * 3072
 
@@ -60,12 +64,17 @@ def test_prefix_reuse_continues_as_a_fresh_cache_does(run, tmp_path):
     (tmp_path / "prefix.txt").write_text(prefix)
     files = ["--prefix", str(tmp_path / "prefix.txt"), "--pages", str(tmp_path / "prefix.safetensors")]
     computed, loaded = (run("prefix_reuse.py", *files, "--tokens", "4", *continuations) for _ in range(2))
-    reused, again = ([eval(text) for text in re.findall(r" s: ('.*'|\".*\")$", printed, re.MULTILINE)] for printed in (computed, loaded))
+    reused, again = (
+        [eval(text) for text in re.findall(r" s: ('.*'|\".*\")$", printed, re.MULTILINE)]
+        for printed in (computed, loaded)
+    )
     assert again == reused
     (tmp_path / "prefix.txt").write_text("import re\n\ndef find(text):\n")  # the pages are of the first prefix
     with pytest.raises(ValueError, match="is from another prompt"):
         run("prefix_reuse.py", *files, "--tokens", "4", *continuations)
-    fresh = [run("generate.py", "--prompt", prefix + text, "--tokens", "4").rsplit("\n\n", 1)[0] for text in continuations]
+    fresh = [
+        run("generate.py", "--prompt", prefix + text, "--tokens", "4").rsplit("\n\n", 1)[0] for text in continuations
+    ]
     assert [prefix + text for text in reused] == fresh
 
 

@@ -13,6 +13,8 @@ def test_defaults():
 
 
 def test_compiled_code_can_make_one_with_any_release_of_pytorch():
-    """Dynamo of PyTorch 2.11 wraps the default of each field, also of those that are given, and knows constants alone."""
+    """Dynamo of PyTorch 2.11 wraps the default of each field, also of those that are given, and knows
+    constants alone.
+    """
     defaults = [field.default for field in dataclasses.fields(KVFormat) if field.default is not dataclasses.MISSING]
     assert all(default is None or isinstance(default, bool | int | float | str) for default in defaults)

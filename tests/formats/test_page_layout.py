@@ -54,7 +54,13 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
     pages.v.view(torch.uint8).copy_(pack_v(v))
     pages.k_scale.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 0.1]]))
     pages.v_scale.copy_(torch.tensor([[0.5, 0.25, 8.0], [16.0, 32.0, 2.0**-20]]))
-    for page, head, token, channel in ((0, 0, 0, 0), (0, 1, 1, 2), (1, 0, 8, 3), (1, 2, 127, head_dim - 1), (0, 2, 18, 17)):
+    for page, head, token, channel in (
+        (0, 0, 0, 0),
+        (0, 1, 1, 2),
+        (1, 0, 8, 3),
+        (1, 2, 127, head_dim - 1),
+        (0, 2, 18, 17),
+    ):
         run = pages.pool[page, head].tolist()
         assert run[token * head_dim + channel] == k[page * PAGE_SIZE + token, head, channel]
         group, position = token // 16, V_ORDER.index(token % 16)
@@ -135,16 +141,23 @@ def with_k_mean(pages: KVPages, mean: torch.Tensor) -> dict:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda p: {"pool": p.pool[:, 1:2]}, r"pool must be contiguous.*call \.contiguous\(\)"),  # as tensor parallelism might
-        (lambda p: {"pool": torch.zeros(4 * 2 * 16512 + 8, dtype=torch.uint8)[8:].view(4, 2, 16512)}, "begin at a multiple of 16 bytes"),
-        (lambda p: {"pool": p.pool.view(torch.int8)}, r"pool must be \(4, 2, 16512\) uint8 on cpu; got \(4, 2, 16512\) int8"),
-        (lambda p: {"pool": p.pool[..., :16384].contiguous()}, r"pool must be .* 16512\] for head_dim 64.*got \(4, 2, 16384\)"),
+        (lambda p: {"pool": p.pool[:, 1:2]}, r"pool must be contiguous.*call \.contiguous\(\)"),
+         # as tensor parallelism might
+        (lambda p: {"pool": torch.zeros(4 * 2 * 16512 + 8, dtype=torch.uint8)[8:].view(4, 2, 16512)},
+        "begin at a multiple of 16 bytes"),
+        (lambda p: {"pool": p.pool.view(torch.int8)}, r"pool must be \(4, 2, 16512\) uint8 on cpu; got \(4, 2, 16512\) "
+        r"int8"),
+        (lambda p: {"pool": p.pool[..., :16384].contiguous()},
+        r"pool must be .* 16512\] for head_dim 64.*got \(4, 2, 16384\)"),
         (lambda p: {"format": replace(p.format, name=PageSpec.of(72).name)}, "there are no pages 'k72.int8-v72.e4m3'"),
         (lambda p: {"pool": p.pool.flatten(0, 1)}, r"pool must be \[num_pages, num_kv_heads"),
         (lambda p: {"pool": None}, "pool must be a tensor; got NoneType"),
-        (lambda p: with_k_mean(p, torch.zeros(3, 2, 64)), r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, 2, 64\)"),
-        (lambda p: with_k_mean(p, torch.zeros(2, 64).double()), r"stored_k_mean must be .* float32 on cpu; got .* float64"),
-        (lambda p: {"format": replace(p.format, v_mean=torch.zeros(2, 64, device="meta"))}, "v_mean must be .* on cpu; got .* on meta"),
+        (lambda p: with_k_mean(p, torch.zeros(3, 2, 64)), r"stored_k_mean must be \(2, 64\) float32 on cpu; got \(3, "
+        r"2, 64\)"),
+        (lambda p: with_k_mean(p, torch.zeros(2, 64).double()),
+        r"stored_k_mean must be .* float32 on cpu; got .* float64"),
+        (lambda p: {"format": replace(p.format, v_mean=torch.zeros(2, 64, device="meta"))},
+        "v_mean must be .* on cpu; got .* on meta"),
         (lambda p: {"format": replace(p.format, v_mean=torch.zeros(64, 2).T)}, "v_mean must be contiguous"),
         (lambda p: {"format": replace(p.format, v_mean=0.0)}, "v_mean must be a tensor .* got float"),
         (lambda p: {"page_table": p.page_table.long()}, "page_table must be .* int32 on cpu; got .* int64"),
@@ -153,7 +166,8 @@ def with_k_mean(pages: KVPages, mean: torch.Tensor) -> dict:
         (lambda p: {"cache_seqlens": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, "cache_seqlens must be contiguous"),
         (lambda p: {"cache_seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must be \(3,\) int32"),
         (lambda p: {"cache_seqlens": [0, 0, 0]}, "cache_seqlens must be a tensor; got list"),
-        (lambda p: {"format": "int8"}, r"format must be a KVFormat; got str \(KVPages\.empty and fp8attn\.from_dense make one"),
+        (lambda p: {"format": "int8"}, r"format must be a KVFormat; got str \(KVPages\.empty and fp8attn\.from_dense "
+        r"make one"),
     ],
 )  # fmt: skip
 def test_pages_are_checked_when_they_are_made(changed, message):

@@ -22,7 +22,9 @@ def test_blocks():
 
 
 def test_signs_by_hand():
-    """The bits of 0x9E37 from the lowest: 1110 1100 0111 1001. Those of 0x79: 1001 1110. A 1 is a minus, and two of them a plus."""
+    """The bits of 0x9E37 from the lowest: 1110 1100 0111 1001. Those of 0x79: 1001 1110. A 1 is a minus, and two of
+    them a plus.
+    """
     low = [-1, -1, -1, 1, -1, -1, 1, 1, 1, -1, -1, -1, -1, 1, 1, -1]
     high = [-1, 1, 1, -1, -1, -1, -1, 1]
     expected = [a * b for b in high for a in low]
@@ -35,15 +37,17 @@ def test_one_channel_by_hand():
     """Blocks of 16 channels, so each channel goes to 16 results, with a factor of 1/4."""
     x = torch.zeros(80)
     x[19], x[3] = 8.0, 4.0
-    # Row i of column 3 of the Hadamard matrix is (-1)^(bits that i and 3 share): + - - +. Channel 3 has the sign - (low +, high -),
-    # and channel 19 = 16 + 3 the sign + (low +, high +).
+    # Row i of column 3 of the Hadamard matrix is (-1)^(bits that i and 3 share): + - - +. Channel 3 has the sign - (low
+    # +, high -), and channel 19 = 16 + 3 the sign + (low +, high +).
     assert rotate(x).tolist() == [-1.0, 1.0, 1.0, -1.0] * 4 + [2.0, -2.0, -2.0, 2.0] * 4 + [0.0] * 48
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_the_matrix_is_the_documented_one_and_orthogonal(head_dim):
     n = BLOCKS[head_dim]
-    matrix = torch.block_diag(*[hadamard(n)] * (head_dim // n)) * signs(torch.zeros(head_dim, dtype=torch.float64)) / n**0.5
+    matrix = (
+        torch.block_diag(*[hadamard(n)] * (head_dim // n)) * signs(torch.zeros(head_dim, dtype=torch.float64)) / n**0.5
+    )
     unit = torch.eye(head_dim, dtype=torch.float64)
     torch.testing.assert_close(rotate(unit).T, matrix, rtol=0, atol=1e-15)  # a row of the unit matrix gives a column
     torch.testing.assert_close(rotate(unit) @ rotate(unit).T, unit, rtol=0, atol=1e-14)
@@ -63,4 +67,6 @@ def test_a_channel_that_stands_out_is_spread():
     k = torch.randn(100, 128, generator=torch.Generator().manual_seed(0))
     k[:, 5] += 100.0
     rotated = rotate(k)
-    assert k.abs().amax() > 97 and rotated.abs().amax() < 100 / 128**0.5 + 5  # each gets 8.8 of the 100, and 5 deviations of noise
+    assert (
+        k.abs().amax() > 97 and rotated.abs().amax() < 100 / 128**0.5 + 5
+    )  # each gets 8.8 of the 100, and 5 deviations of noise

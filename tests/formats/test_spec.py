@@ -30,7 +30,12 @@ def test_pages_that_exist_have_names_and_layouts():
 def test_specs_are_keys():
     """Equal specs are one key, also after a copy, and specs that differ in one attribute are others."""
     spec = PageSpec.of(64)
-    assert {spec: 1}[PageSpec(64, 64, INT8)] == {spec: 1}[pickle.loads(pickle.dumps(spec))] == {spec: 1}[copy.deepcopy(spec)] == 1
+    assert (
+        {spec: 1}[PageSpec(64, 64, INT8)]
+        == {spec: 1}[pickle.loads(pickle.dumps(spec))]
+        == {spec: 1}[copy.deepcopy(spec)]
+        == 1
+    )
     changes = {"k_dim": 80, "v_dim": 80, "k": E4M3, "v": INT8, "v_in_k": True, "scales": "token", "tokens": 64}
     assert len({spec, *(replace(spec, **{name: value}) for name, value in changes.items())}) == 8
     assert len({replace(spec, **{name: value}).name for name, value in changes.items()}) == 7
@@ -39,7 +44,9 @@ def test_specs_are_keys():
 REFUSAL = r"there are no pages|head_dim must be one of \(64, 80, 96, 128, 192, 256, 512\); got"
 
 
-@pytest.mark.parametrize("spec", [LATENT, PageSpec(128, 64, INT8), PageSpec.of(72), PageSpec.of(64.0)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [LATENT, PageSpec(128, 64, INT8), PageSpec.of(72), PageSpec.of(64.0)], ids=lambda spec: spec.name
+)
 def test_a_format_of_pages_that_do_not_exist_is_refused(spec):
     pages = KVPages.empty(1, 1, 64, num_seqs=1, max_pages=1)
     for door in (
@@ -61,6 +68,9 @@ def test_a_head_dim_without_pages_is_refused(head_dim):
         lambda: fp8attn.select_backend("reference", "cpu", torch.float32, head_dim),
         lambda: fp8attn.from_dense(x, x),
     ):
-        with pytest.raises(UsageError, match=rf"head_dim must be one of .*; got {head_dim}$|cannot run here: head_dim must .*{head_dim}$"):
+        with pytest.raises(
+            UsageError,
+            match=rf"head_dim must be one of .*; got {head_dim}$|cannot run here: head_dim must .*{head_dim}$",
+        ):
             door()
     assert fp8attn.unsupported_reason("auto", "cpu", torch.float32, head_dim) == PageSpec.of(head_dim).refusal

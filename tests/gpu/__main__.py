@@ -1,4 +1,6 @@
-"""Runs the GPU tests: `python -m tests.gpu [--save]`. With `--save`, the counts of each file become rows of results/<device>/tests.json."""
+"""Runs the GPU tests: `python -m tests.gpu [--save]`. With `--save`, the counts of each file become rows of
+results/<device>/tests.json.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def main() -> None:
     # A test that takes three minutes says where it is: one that waits, or compiles for minutes, shows in no other way.
     waiting = ["-o", "faulthandler_timeout=180", "--durations=8"]
     code = pytest.main(
-        ["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no", *waiting], plugins=[outcomes]
+        ["tests/gpu", "-m", "gpu", "-q", "-n", workers, "-p", "no:cacheprovider", "--show-capture=no", *waiting],
+        plugins=[outcomes],
     )
     rows = [{"case": file, "impl": "fp8attn", **counts} for file, counts in sorted(outcomes.counts.items())]
     rows.append({"case": "all", "impl": "fp8attn", "exit": int(code), "seconds": round(time.time() - start)})

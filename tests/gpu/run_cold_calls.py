@@ -1,4 +1,5 @@
-"""Makes prompts, steps and dense calls on a GPU, and prints as JSON how many kernels they loaded and the names of those they compiled.
+"""Makes prompts, steps and dense calls on a GPU, and prints as JSON how many kernels they loaded and the names of those
+they compiled.
 
 python -m tests.gpu.run_cold_calls SHAPE STEPS PROMPTS BATCHES  # each numbers with commas
 """
@@ -30,12 +31,17 @@ def prompt(tokens: int, batch: int) -> None:
 
 
 def step(tokens: int, batch: int, form: str) -> None:
-    """New tokens after 1,000: the same number for each sequence, different numbers (`cu_seqlens`), or with padding on the left."""
+    """New tokens after 1,000: the same number for each sequence, different numbers (`cu_seqlens`), or with padding on
+    the left.
+    """
     columns = -(-(1000 + tokens) // 128)
     pages = KVPages.empty(batch * columns, KV_HEADS, DIM, batch, columns, device=CUDA)
     pages.page_table.copy_(torch.arange(batch * columns, dtype=torch.int32, device=CUDA).view(batch, columns))
     pages.cache_seqlens.fill_(1000)
-    x, bounds = random(batch * tokens, KV_HEADS, DIM), torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=CUDA)
+    x, bounds = (
+        random(batch * tokens, KV_HEADS, DIM),
+        torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=CUDA),
+    )
     ragged = form == "ragged"
     append(pages, x, x, **({"cu_seqlens": bounds, "max_seqlen": tokens} if ragged else {}))
     padding = torch.full((batch,), 3, dtype=torch.int32, device=CUDA) if form == "padded" else None
@@ -52,7 +58,9 @@ def main() -> None:
             prompt(tokens, batch)
         for tokens, batch, form in product(steps, batches, ("even", "ragged", "padded")):
             step(tokens, batch, form)
-    print(json.dumps({"loaded": sum(hit for _, hit in found), "compiled": sorted(name for name, hit in found if not hit)}))
+    print(
+        json.dumps({"loaded": sum(hit for _, hit in found), "compiled": sorted(name for name, hit in found if not hit)})
+    )
 
 
 if __name__ == "__main__":

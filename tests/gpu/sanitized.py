@@ -1,4 +1,5 @@
-"""The program that `tests.gpu.sanitizer` runs in NVIDIA's compute-sanitizer: reduced grids of the kernels, and controls.
+"""The program that `tests.gpu.sanitizer` runs in NVIDIA's compute-sanitizer: reduced grids of the kernels, and
+controls.
 
 python tests/gpu/sanitized.py TOOL GRID
 """

@@ -1,16 +1,18 @@
-"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized memory.
+"""NVIDIA's compute-sanitizer over the Hopper kernels and append: memory, races in shared memory, reads of uninitialized
+memory.
 
     python -m tests.gpu.sanitizer [TOOL ...]
 
-The grids (`sanitized.py`) are small, since every access is checked: ragged batches with empty sequences and lengths that are no
-multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation is one of CUDA's own, padded,
-so that an access behind a tensor's end shows. What the grids compile is compiled before, outside the sanitizer.
+The grids (`sanitized.py`) are small, since every access is checked: ragged batches with empty sequences and lengths
+that are no multiple of anything, every head_dim that has a kernel of its own, and all options at once. Every allocation
+is one of CUDA's own, padded, so that an access behind a tensor's end shows. What the grids compile is compiled before,
+outside the sanitizer.
 
-Controls: `planted` is a kernel with a fault of the tool's kind in it, which the tool has to find, since a silent tool proves nothing;
-`ordered` passes shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its PTX every read is before a
-`bar.sync`, that before the arrival, and that before the wait and the next write). Races whose both sides are in a function that calls
-`warp_specialize` are counted apart, as `dispatch`: there is no code there but Triton's, which sends warps to their partitions through
-shared memory between two barriers of the whole CTA.
+Controls: `planted` is a kernel with a fault of the tool's kind in it, which the tool has to find, since a silent tool
+proves nothing; `ordered` passes shared memory from warp to warp by mbarriers as our kernels do, without a fault (in its
+PTX every read is before a `bar.sync`, that before the arrival, and that before the wait and the next write). Races
+whose both sides are in a function that calls `warp_specialize` are counted apart, as `dispatch`: there is no code there
+but Triton's, which sends warps to their partitions through shared memory between two barriers of the whole CTA.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from evidence.results import ROOT
 
 TOOLS = {  # with their options
     "memcheck": ["--padding", "512"],  # behind every allocation, or the next one would hide an access that is too far
-    # mbarriers order more than the threads that arrive: what those waited for before, too. And space to follow all of a CTA's.
+    # mbarriers order more than the threads that arrive: what those waited for before, too. And space to follow all of a
+    # CTA's.
     "racecheck": ["--racecheck-indirect-barrier-dependency", "--num-cuda-barriers", "64"],
     "initcheck": [],
 }
@@ -58,12 +61,15 @@ def dispatchers() -> dict[str, tuple[str, range]]:
 
 
 def parse(output: str, dispatch: dict[str, tuple[str, range]]) -> dict[str, int]:
-    """The counts of a tool: errors, for racecheck also warnings and how many errors are `dispatch`. Empty if the tool printed no
-    summary."""
+    """The counts of a tool: errors, for racecheck also warnings and how many errors are `dispatch`. Empty if the tool
+    printed no summary."""
     if found := re.search(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output):
         races = re.findall(r"Error: Race reported between .*(?:\n=+ +and .*)*", output)
         places = [re.findall(r" at (\w+)\+\w+ in (\S+):(\d+)", race) for race in races]
-        theirs = [bool(race) and all(_inside(dispatch.get(kernel), file, int(line)) for kernel, file, line in race) for race in places]
+        theirs = [
+            bool(race) and all(_inside(dispatch.get(kernel), file, int(line)) for kernel, file, line in race)
+            for race in places
+        ]
         return {"errors": int(found[1]), "warnings": int(found[2]), "dispatch": sum(theirs)}
     if found := re.search(r"ERROR SUMMARY: (\d+) errors?", output):
         return {"errors": int(found[1])}
@@ -75,14 +81,28 @@ def _inside(function: tuple[str, range] | None, file: str, line: int) -> bool:
 
 
 def sanitizer() -> str:
-    found = shutil.which("compute-sanitizer") or next((str(p) for p in Path("/usr/local").glob("cuda*/bin/compute-sanitizer")), None)
+    found = shutil.which("compute-sanitizer") or next(
+        (str(p) for p in Path("/usr/local").glob("cuda*/bin/compute-sanitizer")), None
+    )
     if found is None:
         sys.exit("there is no compute-sanitizer here: it comes with the CUDA toolkit")
     return found
 
 
 def run(tool: str, grid: str) -> dict:
-    command = [sanitizer(), "--tool", tool, *TOOLS[tool], "--report-api-errors", "no", "--print-limit", "0", *CHILD, tool, grid]
+    command = [
+        sanitizer(),
+        "--tool",
+        tool,
+        *TOOLS[tool],
+        "--report-api-errors",
+        "no",
+        "--print-limit",
+        "0",
+        *CHILD,
+        tool,
+        grid,
+    ]
     start = time.time()
     with tempfile.TemporaryFile("w+") as log:
         environment = ENVIRONMENT | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -94,7 +114,11 @@ def run(tool: str, grid: str) -> dict:
             process.wait()
         log.seek(0)
         output = log.read()
-    row = {"case": f"{tool}-{grid}", "impl": "fp8attn" if grid in GRIDS else "control", "finished": "grid done" in output}
+    row = {
+        "case": f"{tool}-{grid}",
+        "impl": "fp8attn" if grid in GRIDS else "control",
+        "finished": "grid done" in output,
+    }
     row |= {**parse(output, dispatchers()), "seconds": round(time.time() - start, 1)}
     if not as_it_should(row):
         print(output[-4000:], flush=True)
@@ -110,8 +134,8 @@ def as_it_should(row: dict) -> bool:
 def faults(rows: list[dict]) -> list[dict]:
     """The rows that are not as they should be.
 
-    A tool that takes `ordered` for a race does not follow mbarriers from warp to warp. Then what it says of the kernels whose warps
-    pass memory by them proves nothing.
+    A tool that takes `ordered` for a race does not follow mbarriers from warp to warp. Then what it says of the kernels
+    whose warps pass memory by them proves nothing.
     """
     follows = all(as_it_should(row) for row in rows if row["case"] == "racecheck-ordered")
     unjudged = () if follows else ("racecheck-ordered", *(f"racecheck-{kernel}" for kernel in BY_MBARRIERS))
@@ -122,7 +146,12 @@ def check(tool: str) -> list[dict]:
     """A row for each grid and control."""
     grids = [*GRIDS, "planted", *(["ordered"] if tool == "racecheck" else [])]
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT), GRIDS))
+        list(
+            pool.map(
+                lambda grid: subprocess.run([*CHILD, "", grid], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT),
+                GRIDS,
+            )
+        )
         return list(pool.map(lambda grid: run(tool, grid), grids))
 
 

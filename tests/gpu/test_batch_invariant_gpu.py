@@ -15,14 +15,17 @@ from tests.support.kernel_cases import cumulative, empty_cache, fill
 
 CUDA = torch.device("cuda", 0)
 pytestmark = [
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"), pytest.mark.usefixtures("poisoned"),
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("poisoned"),
 ]  # fmt: skip
 LENGTHS = [1500, 300, 2047, 1, 128, 640, 1025, 700]  # keys; the first sequence is the one that is compared
 KV_HEADS, GROUP = 2, 4
-# Between: rows that see fewer than 256 keys are multiplied twice, and blocks of rows begin at 64 different positions of them.
+# Between: rows that see fewer than 256 keys are multiplied twice, and blocks of rows begin at 64 different positions of
+# them.
 PLACES = [0, 63, 127, 128, 200, 254, 255, 256, 257, 300, 383, 384, 900, 1279, 1499]
 OPTIONS = {
-    "plain": {}, "window": {"window": 300}, "leftpad": {"leftpad_k": [70, 0, 3, 0, 1, 0, 0, 9]}, "sinks": {"sinks": True},
+    "plain": {}, "window": {"window": 300}, "leftpad": {"leftpad_k": [70, 0, 3, 0, 1, 0, 0, 9]},
+    "sinks": {"sinks": True},
     "softcap": {"softcap": 20.0}, "exact": {"exact": True},
 }  # fmt: skip
 CASES = [
@@ -49,7 +52,9 @@ class Calls:
     def held(self, seqs: list[int], ends: list[int]) -> KVPages:
         """Sequences that have only their first keys."""
         return replace(
-            self.pages, page_table=self.pages.page_table[seqs].clone(), cache_seqlens=torch.tensor(ends, dtype=torch.int32, device=CUDA)
+            self.pages,
+            page_table=self.pages.page_table[seqs].clone(),
+            cache_seqlens=torch.tensor(ends, dtype=torch.int32, device=CUDA),
         )
 
     def options(self, seqs: list[int], counts: list[int], ragged: bool) -> dict:
@@ -58,10 +63,16 @@ class Calls:
             given["leftpad_k"] = torch.tensor([given["leftpad_k"][seq] for seq in seqs], dtype=torch.int32, device=CUDA)
         return given | ({"cu_seqlens_q": cumulative(counts, CUDA), "max_seqlen_q": max(counts)} if ragged else {})
 
-    def rows(self, seqs: list[int], ends: list[int], counts: list[int], ragged: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and LSE of the first sequence's last `counts[0]` of `ends[0]` queries, beside those of other sequences."""
+    def rows(
+        self, seqs: list[int], ends: list[int], counts: list[int], ragged: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and LSE of the first sequence's last `counts[0]` of `ends[0]` queries, beside those of other
+        sequences.
+        """
         q = torch.cat([self.q[seq][end - count : end] for seq, end, count in zip(seqs, ends, counts, strict=True)])
-        out, lse = fp8attn.attention(q, self.held(seqs, ends), backend=self.backend, **self.options(seqs, counts, ragged))
+        out, lse = fp8attn.attention(
+            q, self.held(seqs, ends), backend=self.backend, **self.options(seqs, counts, ragged)
+        )
         assert not out.isnan().any() and not lse.isnan().any()
         return out[: counts[0]], lse[: counts[0]]
 
@@ -74,8 +85,12 @@ def test_a_query_has_the_same_bits(head_dim, keys, name, backend):
     whole = calls.rows([0], [most], [most], ragged=False)
     # It is attention: the worst of these is E4M3's window of 300 keys, in which 8-bit weights average least.
     given = calls.options([0], [most], ragged=False)
-    params = AttentionParams(None, most, True, head_dim**-0.5, **{key: value for key, value in given.items() if key != "batch_invariant"})
-    ref, _ = reference.attention(calls.q[0], calls.held([0], [most]), params, compute_dtype=torch.float64, out_dtype=torch.float64)
+    params = AttentionParams(
+        None, most, True, head_dim**-0.5, **{key: value for key, value in given.items() if key != "batch_invariant"}
+    )
+    ref, _ = reference.attention(
+        calls.q[0], calls.held([0], [most]), params, compute_dtype=torch.float64, out_dtype=torch.float64
+    )
     assert relative_error(whole[0], ref) < 0.015
 
     def check(found: tuple[torch.Tensor, torch.Tensor], first: int, last: int, what: str) -> None:
@@ -95,5 +110,12 @@ def test_a_query_has_the_same_bits(head_dim, keys, name, backend):
     for place in PLACES:
         check(calls.rows([0], [place + 1], [1], ragged=False), place, place + 1, "one")
         check(calls.rows([0], [place + 1], [1], ragged=True), place, place + 1, "one, with bounds")
-        check(calls.rows([0, *others], [place + 1, *LENGTHS[1:]], [1] * 8, ragged=False), place, place + 1, "one of each of eight")
-        check(calls.rows([0, *others[:2]], [place + 1, 300, 2047], [1, 3, 130]), place, place + 1, "one beside a prompt")
+        check(
+            calls.rows([0, *others], [place + 1, *LENGTHS[1:]], [1] * 8, ragged=False),
+            place,
+            place + 1,
+            "one of each of eight",
+        )
+        check(
+            calls.rows([0, *others[:2]], [place + 1, 300, 2047], [1, 3, 130]), place, place + 1, "one beside a prompt"
+        )

@@ -1,7 +1,7 @@
 """Graphs, streams, threads and devices at the same time: every result has the same bits as the call without the others.
 
-Kernels whose CTAs meet in counters and scratch memory go wrong where two launches share these and overlap. So each piece of work here is
-small (many launches run at once), is repeated, and is compared bit by bit.
+Kernels whose CTAs meet in counters and scratch memory go wrong where two launches share these and overlap. So each
+piece of work here is small (many launches run at once), is repeated, and is compared bit by bit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Work:
         self.pages = cache.pages(0)
 
     def _tokens(self, tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, 128).bfloat16().to(self.device)  # of the CPU's generator: the same on every device
+        return (
+            torch.randn(tokens, heads, 128).bfloat16().to(self.device)
+        )  # of the CPU's generator: the same on every device
 
     def _attend(self) -> list[torch.Tensor]:
         return list(fp8attn.attention(self.q, self.pages, **self.options, return_lse=True, backend=self.backend))
@@ -94,7 +96,9 @@ def counter(device: str | int = 0) -> torch.Tensor:
 
 
 def alone(*works: Work) -> list[list[torch.Tensor]]:
-    """The results of each work, called alone. It is called twice, so that a work that is not a function of its inputs is found here."""
+    """The results of each work, called alone. It is called twice, so that a work that is not a function of its inputs
+    is found here.
+    """
     found = []
     for work in works:
         once, again = work.run(), work.run()
@@ -108,7 +112,9 @@ def alone(*works: Work) -> list[list[torch.Tensor]]:
 def capture(
     work: Work, expected: list[torch.Tensor], repeats: int = 1, stream: torch.cuda.Stream | None = None
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `repeats` calls, by default captured on the process's one stream for captures; and what it adds the differences to."""
+    """A graph of `repeats` calls, by default captured on the process's one stream for captures; and what it adds the
+    differences to.
+    """
     graph, count = torch.cuda.CUDAGraph(), counter(work.device)
     with torch.cuda.graph(graph, stream=stream):
         results = [work.run() for _ in range(repeats)]
@@ -121,17 +127,22 @@ def capture(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kinds", [("decode", "decode"), ("decode", "prefill"), ("ragged", "ragged"), ("append", "decode")], ids="-".join)
+@pytest.mark.parametrize(
+    "kinds", [("decode", "decode"), ("decode", "prefill"), ("ragged", "ragged"), ("append", "decode")], ids="-".join
+)
 def test_two_graphs_of_one_capture_stream_replayed_at_once(kinds, backend):
     works = [Work(kind, seed, backend) for seed, kind in enumerate(kinds)]
     expected = alone(*works)
-    graphs, counts = zip(*(capture(work, want, repeats=16) for work, want in zip(works, expected, strict=True)), strict=True)
+    graphs, counts = zip(
+        *(capture(work, want, repeats=16) for work, want in zip(works, expected, strict=True)), strict=True
+    )
     for graph in graphs:
         graph.replay()
         torch.cuda.synchronize()
     assert [int(count) for count in counts] == [0, 0], "replayed alone"
     streams = [torch.cuda.Stream() for _ in works]
-    # A race was once seen in one of 90,000 decode calls (docs/lab/2026-11-decode.md): such a number of calls takes 10 s.
+    # A race was once seen in one of 90,000 decode calls (docs/lab/2026-11-decode.md): such a number of calls takes 10
+    # s.
     for _ in range(6000 if kinds == ("decode", "prefill") and backend == "auto" else 200):
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
@@ -216,7 +227,10 @@ def test_many_streams_one_after_another(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_host_threads_on_new_streams(backend):
     """Each decodes, prefills and appends; they begin together."""
-    works = [[Work(kind, 10 * thread + i, backend) for i, kind in enumerate(("decode", "ragged", "append"))] for thread in range(2)]
+    works = [
+        [Work(kind, 10 * thread + i, backend) for i, kind in enumerate(("decode", "ragged", "append"))]
+        for thread in range(2)
+    ]
     expected = [alone(*each) for each in works]
     barrier = threading.Barrier(2)
 
@@ -261,7 +275,9 @@ def public_calls(device: str, backend: str) -> dict[str, list[torch.Tensor]]:
 
 def assert_same(found: dict[str, list[torch.Tensor]], expected: dict[str, list[torch.Tensor]]) -> None:
     for name, results in expected.items():
-        assert int(count_differences([x.to(y.device) for x, y in zip(found[name], results, strict=True)], results)) == 0, name
+        assert (
+            int(count_differences([x.to(y.device) for x, y in zip(found[name], results, strict=True)], results)) == 0
+        ), name
 
 
 @TWO_DEVICES
@@ -284,7 +300,9 @@ def test_every_function_on_a_device_that_is_not_current(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_devices_by_turns(backend):
     """Call after call on alternate devices, eagerly and by a graph on each; then each from a thread of its own."""
-    works = [[Work(kind, 5, backend, f"cuda:{device}") for kind in ("decode", "ragged", "append")] for device in range(2)]
+    works = [
+        [Work(kind, 5, backend, f"cuda:{device}") for kind in ("decode", "ragged", "append")] for device in range(2)
+    ]
     expected = [alone(*each) for each in works]
     assert_same(dict(enumerate(expected[1])), dict(enumerate(expected[0])))
     called, graphs, replayed = [counter(device) for device in range(2)], [], []

@@ -1,4 +1,6 @@
-"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds in `.peers` (benchmarks/peers) are used, too."""
+"""FlashAttention-3 as a backend, and attention on FP8 operands, on a Hopper GPU; builds in `.peers` (benchmarks/peers)
+are used, too.
+"""
 
 import pytest
 import torch
@@ -49,7 +51,9 @@ def exact(q, k, v, causal, descales, rows=slice(None)):
     """Attention of some rows in float64, with a causal mask aligned to the last key."""
     heads = q.shape[1]
     scales = (x.double().repeat_interleave(heads // x.shape[1], 1)[..., None, None] for x in descales)
-    q, k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) * scale for x, scale in zip((q, k, v), scales, strict=True))
+    q, k, v = (
+        x.double().repeat_interleave(heads // x.shape[1], 1) * scale for x, scale in zip((q, k, v), scales, strict=True)
+    )
     position = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device="cuda")[rows, None]
     scores = q[:, :, rows] @ k.mT * q.shape[3] ** -0.5
     if causal:
@@ -57,7 +61,13 @@ def exact(q, k, v, causal, descales, rows=slice(None)):
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
-SHAPES = [(1, 4, 4, 300, 300, 128), (2, 8, 2, 129, 333, 128), (2, 4, 4, 333, 129, 64), (3, 6, 3, 1, 77, 96), (2, 4, 1, 257, 513, 256)]
+SHAPES = [
+    (1, 4, 4, 300, 300, 128),
+    (2, 8, 2, 129, 333, 128),
+    (2, 4, 4, 333, 129, 64),
+    (3, 6, 3, 1, 77, 96),
+    (2, 4, 1, 257, 513, 256),
+]
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["bhsd", "bshd"])
@@ -107,7 +117,9 @@ def test_the_probe_knows_our_kernel():
 @needs_a_build
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_probe_tells_builds_apart(name):
-    """For builds whose sums are known: vLLM's sums in two levels; fa3-fwd 0.0.3, the published FlashAttention-3, in one."""
+    """For builds whose sums are known: vLLM's sums in two levels; fa3-fwd 0.0.3, the published FlashAttention-3, in
+    one.
+    """
     found = accumulation.measure(accumulation.kernels()[f"FlashAttention-3 ({name})"], "cuda")
     assert found.levels == {"vllm": 2, "fa3_fwd_interface": 1}.get(name, found.levels)
     assert found.levels == 2 or found.hurts_from <= 8192
@@ -135,6 +147,9 @@ def test_without_its_mean_v_survives_any_build():
     rows = slice(0, None, 512)
     out = fp8attn.scaled_dot_product_attention(q, k, v, backend="fa3")[:, :, rows]
     reference = torch.cat(
-        [(a.double() @ b.double().mT * 128**-0.5).softmax(-1) @ c.double() for a, b, c in zip(q[0, :, rows], k[0], v[0], strict=True)]
+        [
+            (a.double() @ b.double().mT * 128**-0.5).softmax(-1) @ c.double()
+            for a, b, c in zip(q[0, :, rows], k[0], v[0], strict=True)
+        ]
     )
     assert relative_error(out.flatten(1, 2)[0], reference) <= 5e-3  # fa3-fwd 0.0.3: 0.33%; of V as it is, 44%

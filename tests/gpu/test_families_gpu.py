@@ -1,5 +1,5 @@
-"""Small hybrids, vision-language models and models with windows in BF16 on the GPU: the kernels under `FP8Cache`, beside the states of the
-other layers; and caches in and out of `torch.inference_mode`."""
+"""Small hybrids, vision-language models and models with windows in BF16 on the GPU: the kernels under `FP8Cache`,
+beside the states of the other layers; and caches in and out of `torch.inference_mode`."""
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ def logits(model, cache, ids, steps=8):
     """Of the last `steps` tokens, fed one by one."""
     n = ids.shape[1] - steps
     model(ids[:, :n], past_key_values=cache)
-    return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(n, ids.shape[1])], 1).float()
+    return torch.cat(
+        [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(n, ids.shape[1])], 1
+    ).float()
 
 
 @pytest.mark.parametrize(("family", "tokens", "changes"), [(name, 300, {}) for name in HYBRIDS] + WINDOWS)
@@ -56,7 +58,9 @@ def test_a_vision_language_model_agrees_with_the_reference_with_its_static_form_
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("gemma3", {"sliding_window": 400})])
 @pytest.mark.parametrize("length", [None, 800])
 def test_a_cache_goes_in_and_out_of_inference_mode(family, changes, length):
-    """Forwards, crops and moves of beams, alternately inside and outside: the bits of a cache that never saw the mode."""
+    """Forwards, crops and moves of beams, alternately inside and outside:
+    the bits of a cache that never saw the mode.
+    """
     model, ids = make(family, **changes).to(DEVICE, torch.bfloat16), prompt(length=700).to(DEVICE)
     steps = [
         lambda cache: model(ids[:, :600], past_key_values=cache).logits,

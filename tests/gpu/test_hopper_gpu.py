@@ -1,4 +1,6 @@
-"""The Hopper kernels against float64 on the same bytes: every head_dim and key format, every option, odd lengths, poison, graphs."""
+"""The Hopper kernels against float64 on the same bytes: every head_dim and key format, every option, odd lengths,
+poison, graphs.
+"""
 
 import pytest
 import torch
@@ -16,30 +18,52 @@ from fp8attn.numerics import relative_error
 from tests.support.kernel_cases import LSE_ERROR, check_out, cumulative, empty_cache, fill
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
 CUDA = torch.device("cuda", 0)
 KEYS = list(CODECS)
 HOPPER_HEAD_DIMS = [dim for dim in HEAD_DIMS if hopper.refusal(PageSpec.of(dim)) is None]
-FORMATS = [(dim, keys, True) for dim in HOPPER_HEAD_DIMS for keys in KEYS] + [(dim, keys, False) for dim in (80, 128) for keys in KEYS]
-# Weights and queries in 8 bits, on V of mean 1: INT8 keys are 0.24% off, E4M3 ones 0.30%, 0.38% in a window of 300 keys.
+FORMATS = [(dim, keys, True) for dim in HOPPER_HEAD_DIMS for keys in KEYS] + [
+    (dim, keys, False) for dim in (80, 128) for keys in KEYS
+]
+# Weights and queries in 8 bits, on V of mean 1: INT8 keys are 0.24% off, E4M3 ones 0.30%, 0.38% in a window of 300
+# keys.
 PROMPT = 0.005
 FEW_KEYS = 0.015  # rows that see few keys average over less
-# Sums of weights that were rounded, and scores of 8-bit queries: a score over INT8 keys is 0.007 off, the worst of 60,000 0.04.
+# Sums of weights that were rounded, and scores of 8-bit queries: a score over INT8 keys is 0.007 off, the worst of
+# 60,000 0.04.
 PROMPT_LSE = {"int8": 0.05, "e4m3": 0.12}
 EXACT, EXACT_LSE = 6e-4, {"int8": 0.005, "e4m3": 0.02}  # with FP16 outputs; FP8 products keep 14 bits of a score
 ODD_PROMPTS = (  # (queries, keys): FlashAttention-3's tests
-    (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211), (108, 256), (256, 512),
+    (1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203), (113, 128), (128, 217), (113, 211),
+    (108, 256), (256, 512),
     (384, 256), (640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023), (4096, 4096), (4224, 4224),
 )  # fmt: skip
 STEP = 5e-4  # decoding with FP16 queries, and LSE_ERROR
 
 
-def held(lengths: list[int], head_dim: int = 128, keys: str = "int8", rotate: bool = True, *, heads: int = 2, mean: float = 0.0) -> KVPages:
-    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: of static means, which K and V have."""
+def held(
+    lengths: list[int],
+    head_dim: int = 128,
+    keys: str = "int8",
+    rotate: bool = True,
+    *,
+    heads: int = 2,
+    mean: float = 0.0,
+) -> KVPages:
+    """Sequences of normal K, and V of mean 1, in shuffled pages between poison. `mean`: of static means, which K and V
+    have.
+    """
     pages = empty_cache(lengths, heads, head_dim, CUDA, mean, key_dtype=keys, rotate=rotate)
     k, v = torch.randn(2, sum(lengths), heads, head_dim, device=CUDA)
     if mean:
-        k, v = k + (rotate_back(pages.format.stored_k_mean) if rotate else pages.format.stored_k_mean), v + pages.format.v_mean
+        k, v = (
+            k + (rotate_back(pages.format.stored_k_mean) if rotate else pages.format.stored_k_mean),
+            v + pages.format.v_mean,
+        )
     fill(pages, k, v + 1, lengths)
     return pages
 
@@ -52,19 +76,26 @@ def options(pages: KVPages, each: int, counts: list[int] | None = None, **given)
     """`each` queries of every sequence, or `counts`."""
     return {
         "cu_seqlens_q": None if counts is None else cumulative(counts, CUDA), "max_seqlen_q": each, "causal": True,
-        "softmax_scale": pages.head_dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None, "return_lse": True,
+        "softmax_scale": pages.head_dim**-0.5, "window": 0, "softcap": 0.0, "sinks": None, "leftpad_k": None,
+        "return_lse": True,
     } | given  # fmt: skip
 
 
 def compare(result, q: torch.Tensor, pages: KVPages, given: dict, limit: float, lse_limit: float) -> None:
     out, lse = result
     q = q.float() if q.dtype == FP8 else q
-    ref, ref_lse = reference.attention(q, pages, AttentionParams(**given), compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, ref_lse = reference.attention(
+        q, pages, AttentionParams(**given), compute_dtype=torch.float64, out_dtype=torch.float64
+    )
     error = relative_error(out, ref)  # NaN where any is
-    assert error <= limit, f"{error:.5f}, worst in row {int((out.double() - ref).norm(dim=-1).amax(1).argmax())} of {len(q)}"
+    assert error <= limit, (
+        f"{error:.5f}, worst in row {int((out.double() - ref).norm(dim=-1).amax(1).argmax())} of {len(q)}"
+    )
     seen = ref_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
-    assert ((lse - ref_lse)[seen].abs() <= lse_limit + ref_lse[seen].abs() / 1024).all(), float((lse - ref_lse)[seen].abs().max())
+    assert ((lse - ref_lse)[seen].abs() <= lse_limit + ref_lse[seen].abs() / 1024).all(), float(
+        (lse - ref_lse)[seen].abs().max()
+    )
 
 
 def check_prompt(q: torch.Tensor, pages: KVPages, limit: float = PROMPT, **given) -> None:
@@ -78,12 +109,19 @@ def check_step(q: torch.Tensor, pages: KVPages, limit: float = STEP, **given) ->
     result, again = (decode.decode_attention(q, pages, AttentionParams(**given)) for _ in range(2))
     assert torch.equal(result[0], again[0]) and torch.equal(result[1], again[1])
     compare(result, q, pages, given, limit, LSE_ERROR)
-    assert not any(count for stream in counters._streams.values() for count in stream.tolist()), "counters must be left at zero"
+    assert not any(count for stream in counters._streams.values() for count in stream.tolist()), (
+        "counters must be left at zero"
+    )
 
 
 def all_options(pages: KVPages, heads: int = 4) -> dict:
     leftpad = torch.tensor([10, 140, 0, 3], dtype=torch.int32, device=CUDA)
-    return {"softcap": 20.0, "sinks": torch.randn(heads, device=CUDA), "window": 200, "leftpad_k": leftpad[: pages.num_seqs]}
+    return {
+        "softcap": 20.0,
+        "sinks": torch.randn(heads, device=CUDA),
+        "window": 200,
+        "leftpad_k": leftpad[: pages.num_seqs],
+    }
 
 
 # Prefill
@@ -134,7 +172,9 @@ def test_exact_prompts(head_dim, keys):
         result = prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True))
         compare(result, q, pages, given, EXACT, EXACT_LSE[keys])
     given = options(pages, 700)
-    prompt = prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True))[0].view(2, 700, 4, head_dim)[:, -16:]
+    prompt = prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True))[0].view(2, 700, 4, head_dim)[
+        :, -16:
+    ]
     last = q.view(2, 700, 4, head_dim)[:, -16:].flatten(0, 1)
     step = decode.decode_attention(last, pages, AttentionParams(**given | {"max_seqlen_q": 16}))[0]
     assert relative_error(prompt.flatten(0, 1), step.double()) < EXACT
@@ -147,12 +187,26 @@ def test_exact_prompts_of_both_shapes(long, monkeypatch):
     lengths, counts = [0, 900, 5, 128, 0, 1000], [3, 300, 40, 128, 0, 77]
     pages, q = held(lengths), queries(sum(counts), dtype=torch.float16)
     given = options(pages, max(counts), counts)
-    compare(prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
+    compare(
+        prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)),
+        q,
+        pages,
+        given,
+        EXACT,
+        EXACT_LSE["int8"],
+    )
     monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][long], 2)])
     prefill.plan.make_prefill_plan.cache_clear()
     pages, q = held([5000]), queries(300, dtype=torch.float16)
     given = options(pages, 300)
-    compare(prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)), q, pages, given, EXACT, EXACT_LSE["int8"])
+    compare(
+        prefill.prefill_attention(q, pages, AttentionParams(**given, exact=True)),
+        q,
+        pages,
+        given,
+        EXACT,
+        EXACT_LSE["int8"],
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "keys"), [(128, "int8"), (128, "e4m3"), (80, "int8"), (256, "int8")])
@@ -167,7 +221,9 @@ def test_ragged_prompts(head_dim, keys):
     compare([x[rows] for x in result], q[rows], pages, given, FEW_KEYS, PROMPT_LSE[keys])
 
 
-@pytest.mark.parametrize(("head_dim", "keys", "splits"), [(128, "int8", 3), (128, "e4m3", 5), (64, "int8", 2), (256, "e4m3", 4)])
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "splits"), [(128, "int8", 3), (128, "e4m3", 5), (64, "int8", 2), (256, "e4m3", 4)]
+)
 def test_keys_in_parts(head_dim, keys, splits, monkeypatch):
     monkeypatch.setattr(prefill.cut, "cuts", lambda width, *_: [(prefill.cut.SHAPES[width][0], splits)])
     pages, q = held([1500, 200, 0], head_dim, keys), queries(3 * 64, head_dim)
@@ -224,7 +280,9 @@ def test_nan_reaches_the_rows_that_see_it_and_no_others():
         codes[page, 0, token % 128, 0] = saved
         assert torch.equal(got, torch.arange(600, device=CUDA) >= token), token
     q[77, 0, 3] = torch.nan
-    assert prefill.prefill_attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[:, 0].nonzero().flatten().tolist() == [77]
+    assert prefill.prefill_attention(q, pages, AttentionParams(**given))[0].isnan().all(-1)[
+        :, 0
+    ].nonzero().flatten().tolist() == [77]
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
@@ -234,7 +292,9 @@ def test_without_an_lse_the_output_has_the_same_bits(head_dim):
     q = queries(1400, head_dim)
     for given in ({}, {"softcap": 20.0}, {"sinks": torch.randn(4, device=CUDA)}):
         expected, _ = prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 700, **given)))
-        out, lse = prefill.prefill_attention(q, pages, AttentionParams(**options(pages, 700, **given, return_lse=False)))
+        out, lse = prefill.prefill_attention(
+            q, pages, AttentionParams(**options(pages, 700, **given, return_lse=False))
+        )
         assert torch.equal(out, expected) and lse is None, given
 
 
@@ -256,7 +316,11 @@ def test_steps_of_many_rows(group, each, keys):
     lengths = [3000, 130, 0, 700]
     pages = held(lengths, keys=keys)
     for causal in (True, False):
-        check_step(queries(each * len(lengths), heads=2 * group, dtype=torch.float16), pages, **options(pages, each, causal=causal))
+        check_step(
+            queries(each * len(lengths), heads=2 * group, dtype=torch.float16),
+            pages,
+            **options(pages, each, causal=causal),
+        )
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -289,7 +353,9 @@ def test_steps_in_bf16():
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("queries", [1, 4, 200])
 def test_attention_writes_into_a_given_output(head_dim, queries):
-    """Decode, and prefill with its output stored by TMA or, for several sequences in one batch and for head_dim 256, by threads."""
+    """Decode, and prefill with its output stored by TMA or, for several sequences in one batch and for head_dim 256, by
+    threads.
+    """
     check_out("hopper", head_dim, queries, CUDA, (300, 200, 700))
 
 
@@ -332,9 +398,13 @@ def test_a_graph_follows_lengths(attention, keys):
             assert not result[0].any() and (result[1] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("mode", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"])
+@pytest.mark.parametrize(
+    "mode", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}], ids=["cudagraphs", "inductor"]
+)
 def test_the_first_step_may_be_the_warm_up_of_a_graph(mode, monkeypatch):
-    """Tensors that the kernels keep must not come from the memory pool of that graph, which allows none to outlive it."""
+    """Tensors that the kernels keep must not come from the memory pool of that graph, which allows none to
+    outlive it.
+    """
     monkeypatch.undo()  # Dynamo does not trace a replaced torch.empty
     for name in ("_streams", "_pools"):
         monkeypatch.setattr(counters, name, {})

@@ -1,4 +1,6 @@
-"""The Triton kernels, compiled, on a GPU: bytes against the reference, errors against float64 up to 131072 tokens, CUDA graphs."""
+"""The Triton kernels, compiled, on a GPU: bytes against the reference, errors against float64 up to 131072 tokens, CUDA
+graphs.
+"""
 
 from dataclasses import replace
 
@@ -68,8 +70,15 @@ def test_conversions_are_exact(native):
         pytest.skip("no E4M3 conversions in hardware")
     codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
     # 2^24 FP32 values: every exponent and sign, the upper 16 mantissa bits, with sticky bits below
-    x = ((torch.arange(1 << 24, device=CUDA) << 8) | torch.randint(0, 256, (1 << 24,), device=CUDA)).to(torch.int32).view(torch.float32)
-    halves, quantized = torch.zeros(256, dtype=torch.float16, device=CUDA), torch.zeros(1 << 24, dtype=torch.uint8, device=CUDA)
+    x = (
+        ((torch.arange(1 << 24, device=CUDA) << 8) | torch.randint(0, 256, (1 << 24,), device=CUDA))
+        .to(torch.int32)
+        .view(torch.float32)
+    )
+    halves, quantized = (
+        torch.zeros(256, dtype=torch.float16, device=CUDA),
+        torch.zeros(1 << 24, dtype=torch.uint8, device=CUDA),
+    )
     _convert[(1 << 12,)](codes, halves, x, quantized, N=1 << 12, NATIVE=native)
     assert torch.equal(halves.float().nan_to_num(1e5), codes.view(torch.float8_e4m3fn).float().nan_to_num(1e5))
     expected = E4M3.quantize(x).view(torch.uint8)
@@ -103,7 +112,9 @@ def test_append_of_512_channels(name, heads):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "key_dtype", "static"), [(64, "int8", False), (128, "e4m3", False), (64, "e4m3", True), (128, "int8", True)], ids=str
+    ("head_dim", "key_dtype", "static"),
+    [(64, "int8", False), (128, "e4m3", False), (64, "e4m3", True), (128, "int8", True)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", COUNTED)
 def test_append_of_counted_tokens(name, head_dim, key_dtype, static):

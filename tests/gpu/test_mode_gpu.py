@@ -1,4 +1,6 @@
-"""FP8 in a whole model on a GPU: eager, compiled by Inductor into CUDA graphs, and compiled by blocks, with equal results."""
+"""FP8 in a whole model on a GPU: eager, compiled by Inductor into CUDA graphs, and compiled by blocks, with equal
+results.
+"""
 
 import pytest
 import torch
@@ -48,7 +50,9 @@ def test_a_schedule_runs_alike_however_the_model_is_compiled():
     plain = net(x)
     eager, report = steps(net)
     assert report.calls == 15 and report.fp8_calls == 6
-    assert torch.equal(eager[0], plain) and torch.equal(eager[1], eager[2]) and 0 < relative_error(eager[1], plain) < 0.02
+    assert (
+        torch.equal(eager[0], plain) and torch.equal(eager[1], eager[2]) and 0 < relative_error(eager[1], plain) < 0.02
+    )
     whole = torch.compile(net, mode="reduce-overhead", fullgraph=True)
     for _ in range(3):  # warm-up, capture, replay
         for out, expected in zip(steps(whole)[0], eager, strict=True):

@@ -16,7 +16,11 @@ from fp8attn.kernels.append import from_dense
 from fp8attn.kernels.launch import recording
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"), pytest.mark.usefixtures("poisoned")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU"),
+    pytest.mark.usefixtures("poisoned"),
+]
 CUDA = torch.device("cuda", 0)
 
 
@@ -55,7 +59,8 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal, monkeypatch):
         key, value = (tokens(2, 2, kv_len, head_dim) for _ in "kv")
         q_rope, k_rope = angles(2, q_len, half), angles(2, kv_len, half)
         out = rope_scaled_dot_product_attention(
-            query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"], is_causal=causal,
+            query, key, value, *q_rope.values(), key_rope_cos=k_rope["rope_cos"], key_rope_sin=k_rope["rope_sin"],
+            is_causal=causal,
             enable_gqa=True, rope_interleaved=interleaved,
         )  # fmt: skip
         turned = apply_rope(query, *(x[:, None] for x in q_rope.values()), interleaved=interleaved)
@@ -85,7 +90,9 @@ def test_it_is_one_launch_and_then_attention():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (80, 40), (96, 16), (128, 64), (128, 20), (192, 96), (256, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "half"), [(64, 32), (80, 40), (96, 16), (128, 64), (128, 20), (192, 96), (256, 128)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_queries_and_keys_are_the_references(head_dim, half, interleaved, dtype):
     k, v = (tokens(2, 2, 300, head_dim, dtype=dtype) for _ in "kv")
@@ -94,7 +101,8 @@ def test_queries_and_keys_are_the_references(head_dim, half, interleaved, dtype)
     outs = [torch.full_like(q, torch.nan) for _ in range(2)]
     writers = from_dense, reference.from_dense
     ours, theirs = (
-        write(k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out)) for write, out in zip(writers, outs, strict=True)
+        write(k, v, KVFormat(PageSpec.of(head_dim).name), DenseRope(*tables, q, out))
+        for write, out in zip(writers, outs, strict=True)
     )
     assert torch.equal(*outs) and not outs[0].isnan().any()
     assert torch.equal(ours.k_scale, theirs.k_scale)

@@ -1,4 +1,6 @@
-"""FP8 attention as torch calls it, on a GPU: bytes against the reference, SQNR over shapes and strides, graphs, poison, compilation."""
+"""FP8 attention as torch calls it, on a GPU: bytes against the reference, SQNR over shapes and strides, graphs, poison,
+compilation.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,11 @@ def _poisoned(monkeypatch):
 
 def dense(batch: int, heads: int, length: int, head_dim: int, how: str, dtype=torch.bfloat16) -> torch.Tensor:
     if how == "fused":  # a slice of a projection to more than this
-        return torch.randn(batch, length, heads, 3 * head_dim, device=CUDA).to(dtype)[..., head_dim : 2 * head_dim].transpose(1, 2)
+        return (
+            torch.randn(batch, length, heads, 3 * head_dim, device=CUDA)
+            .to(dtype)[..., head_dim : 2 * head_dim]
+            .transpose(1, 2)
+        )
     x = torch.randn(batch, length, heads, head_dim, device=CUDA).to(dtype).transpose(1, 2)
     return x.contiguous() if how == "contiguous" else x
 
@@ -38,7 +44,17 @@ def dense(batch: int, heads: int, length: int, head_dim: int, how: str, dtype=to
 FACTORS = {
     "batch": [1, 2, 3],
     "heads": [(2, 2), (8, 2), (4, 1), (3, 3)],
-    "lengths": [(1, 1), (1, 777), (17, 129), (128, 128), (129, 127), (300, 1000), (1000, 300), (1025, 1025), (2048, 2048)],
+    "lengths": [
+        (1, 1),
+        (1, 777),
+        (17, 129),
+        (128, 128),
+        (129, 127),
+        (300, 1000),
+        (1000, 300),
+        (1025, 1025),
+        (2048, 2048),
+    ],
     "dims": [(64, 64), (128, 128), (256, 256), (96, 96), (72, 40), (192, 128)],
     "how": ["contiguous", "transposed", "fused"],
     "causal": [False, True],
@@ -68,11 +84,17 @@ def test_it_is_torchs_attention(case):
 @pytest.mark.parametrize("means", [False, True])
 def test_from_dense_writes_the_references_bytes(how, means, keys):
     batch, heads, length, head_dim = 2, 3, 1111, 128
-    k, v = (dense(batch, heads, length, head_dim, how) * torch.exp2(torch.randint(-3, 4, (length, 1), device=CUDA)) for _ in "kv")
+    k, v = (
+        dense(batch, heads, length, head_dim, how) * torch.exp2(torch.randint(-3, 4, (length, 1), device=CUDA))
+        for _ in "kv"
+    )
     k, v = k.bfloat16(), v.bfloat16()
     given = {"key_dtype": keys, "rotate_keys": how != "fused"}
     if means:
-        given |= {"k_mean": torch.randn(heads, head_dim, device=CUDA), "v_mean": torch.randn(heads, head_dim, device=CUDA)}
+        given |= {
+            "k_mean": torch.randn(heads, head_dim, device=CUDA),
+            "v_mean": torch.randn(heads, head_dim, device=CUDA),
+        }
     ours, theirs = (fp8attn.from_dense(k, v, **given, backend=backend) for backend in ("triton", "reference"))
     for name in ("k_scale", "v_scale", "page_table", "cache_seqlens"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
@@ -126,12 +148,16 @@ def test_a_graph_follows_its_inputs(causal, length):
     ids=str,
 )
 def test_later_calls_are_the_first_ones(heads, lengths, dim, causal, how):
-    """The first call compiles or binds, later ones launch what was kept: on new inputs each is what the reference gives."""
+    """The first call compiles or binds, later ones launch what was kept: on new inputs each is what the reference
+    gives.
+    """
     for _ in range(3):
         query = dense(1, heads[0], lengths[0], dim, how)
         key, value = (dense(1, heads[1], lengths[1], dim, how) for _ in "kv")
         out = scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
-        expected = F.scaled_dot_product_attention(query.double(), key.double(), value.double(), is_causal=causal, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(
+            query.double(), key.double(), value.double(), is_causal=causal, enable_gqa=True
+        )
         assert out.stride() == torch.empty_like(query).stride() and sqnr_db(out, expected) > LEAST_DB
 
 
@@ -152,11 +178,15 @@ def test_ops_pass_torch_opcheck():
     x = dense(2, 2, 300, 128, "transposed")
     name = select_backend("auto", CUDA, x.dtype)
     checks = ("test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(PageSpec.of(128).name)), name), test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.fp8attn.from_dense, (x, x, *flatten_format(KVFormat(PageSpec.of(128).name)), name), test_utils=checks
+    )
     pages = fp8attn.from_dense(x, x)
     options = AttentionParams(None, 300, True, 0.1, exact=True)
     torch.library.opcheck(
-        torch.ops.fp8attn.attention, (x.transpose(1, 2).flatten(0, 1), *flatten_pages(pages), *options, name), test_utils=checks
+        torch.ops.fp8attn.attention,
+        (x.transpose(1, 2).flatten(0, 1), *flatten_pages(pages), *options, name),
+        test_utils=checks,
     )
 
 

@@ -1,4 +1,6 @@
-"""A small Llama in BF16 on the GPU: the kernels under `FP8Cache`, growing and static, uncompiled, compiled and in CUDA graphs."""
+"""A small Llama in BF16 on the GPU: the kernels under `FP8Cache`, growing and static, uncompiled, compiled and in CUDA
+graphs.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ QUANTIZED = 0.10
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=997, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        vocab_size=997, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2,
         head_dim=128, max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
@@ -47,7 +50,12 @@ def mask(ids):
 
 
 def generated(model, cache, ids, mask, **options):
-    options = {"do_sample": False, "max_new_tokens": NEW, "return_dict_in_generate": True, "output_logits": True} | options
+    options = {
+        "do_sample": False,
+        "max_new_tokens": NEW,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    } | options
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
 
@@ -57,7 +65,10 @@ def forced(model, cache, ids, mask, steps=20):
     """Logits of the last `steps` tokens of `ids`, fed one by one."""
     n = ids.shape[1] - steps
     model(ids[:, :n], attention_mask=mask[:, :n], past_key_values=cache, logits_to_keep=1)
-    outs = [model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits for i in range(n, ids.shape[1])]
+    outs = [
+        model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits
+        for i in range(n, ids.shape[1])
+    ]
     return torch.cat(outs, 1)
 
 
@@ -73,7 +84,9 @@ def test_the_kernels_agree_with_the_dequantized_cache_and_with_bf16(model, ids, 
 
 
 def test_the_kernels_agree_with_the_reference(model, ids, mask):
-    ours, reference = (forced(model, FP8Cache(model, backend=backend), ids, mask, 4) for backend in ("auto", "reference"))
+    ours, reference = (
+        forced(model, FP8Cache(model, backend=backend), ids, mask, 4) for backend in ("auto", "reference")
+    )
     assert relative_error(ours, reference) < CLOSE
 
 
@@ -81,7 +94,10 @@ def test_left_padded_rows_equal_rows_alone(model, ids, mask):
     together = forced(model, FP8Cache(model), ids, mask)
     for row, padding in enumerate((0, 200, 13)):
         alone = ids[row : row + 1, padding:]
-        assert relative_error(together[row : row + 1], forced(model, FP8Cache(model), alone, torch.ones_like(alone))) < QUANTIZED
+        assert (
+            relative_error(together[row : row + 1], forced(model, FP8Cache(model), alone, torch.ones_like(alone)))
+            < QUANTIZED
+        )
 
 
 def test_static_equals_growing(model, ids, mask):
@@ -94,7 +110,9 @@ def test_static_equals_growing(model, ids, mask):
 @pytest.mark.parametrize("skip", [(), (0,)])
 def test_cuda_graphs_change_nothing(model, ids, mask, skip):
     """Graphs replay the same kernels, so the tokens are the same."""
-    eager = generated(model, FP8Cache(model, skip_layers=skip, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True)
+    eager = generated(
+        model, FP8Cache(model, skip_layers=skip, max_cache_len=PROMPT + NEW), ids, mask, disable_compile=True
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     graphs = generated(
@@ -118,7 +136,9 @@ def test_generate_compiles_with_inductor_and_cuda_graphs(model, ids, mask):
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["inductor"]["cudagraph_skips"], dict(counters["inductor"])
     eager = generated(model, caches[1], ids, mask, disable_compile=True)
-    same = (compiled[0] == eager[0]).long().cumprod(1).bool()  # fused BF16 arithmetic rounds otherwise: a near tie may fall differently
+    same = (
+        (compiled[0] == eager[0]).long().cumprod(1).bool()
+    )  # fused BF16 arithmetic rounds otherwise: a near tie may fall differently
     assert same.float().mean() > 0.5
     assert relative_error(compiled[1][same], eager[1][same]) < CLOSE
 

@@ -55,7 +55,9 @@ def test_generate_on_two_gpus(model, divided, ids, mask, options, tmp_path):  # 
     more = torch.cat([ids, found[0][:, :1]], 1)
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
     ones, twos = (
-        generated(each, FP8Cache.load(tmp_path / "prompt", each, max_cache_len=length), more, longer, disable_compile=True)[0]
+        generated(
+            each, FP8Cache.load(tmp_path / "prompt", each, max_cache_len=length), more, longer, disable_compile=True
+        )[0]
         for each in (model, divided)
     )
     assert torch.equal(ones, twos.to(ones.device))

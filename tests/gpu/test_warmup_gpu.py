@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_calls_load_what_warmup_compiled(tmp_path):
-    """`warmup` gets fewer lengths than by default, to keep the test short. The calls have another order than its compilations."""
+    """`warmup` gets fewer lengths than by default, to keep the test short. The calls have another order than its
+    compilations.
+    """
     steps, prompts, batches = (1, 2, 5), (100, 1000), (1, 4)
     grid = f"calls.STEPS, calls.PROMPTS, calls.BATCHES = {steps}, {prompts}, {batches}"
     warmup = "fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=128)"

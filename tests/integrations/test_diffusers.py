@@ -1,4 +1,6 @@
-"""FP8 attention in diffusers' transformers: which blocks and steps run in FP8, the errors, and that the model is not changed."""
+"""FP8 attention in diffusers' transformers: which blocks and steps run in FP8, the errors, and that the model is not
+changed.
+"""
 
 from collections import Counter
 from itertools import product
@@ -32,7 +34,8 @@ def wan(blocks=5):
     torch.manual_seed(0)
     return seeded(
         WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64,
+            num_attention_heads=2, attention_head_dim=64, in_channels=4, out_channels=4, text_dim=32, freq_dim=32,
+            ffn_dim=64,
             num_layers=blocks, rope_max_seq_len=64,
         )
     )  # fmt: skip
@@ -52,7 +55,8 @@ def flux():
     torch.manual_seed(0)
     return seeded(
         FluxTransformer2DModel(
-            in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=32,
+            in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=64, num_attention_heads=2,
+            joint_attention_dim=32,
             pooled_projection_dim=32, axes_dims_rope=(16, 24, 24),
         )
     )  # fmt: skip
@@ -139,7 +143,9 @@ def test_flux_joint_attention_by_block():
         assert 0 < relative_error(model(**inputs)[0], plain) < ERROR
     skipped = {0: "left out by skip_first", 4: "left out by skip_last"}
     assert by_layer(report) == {layer: {"attn": skipped.get(layer)} for layer in range(5)}
-    assert report.rows[1].name == "transformer_blocks.1.attn" and report.rows[2].name == "single_transformer_blocks.0.attn"
+    assert (
+        report.rows[1].name == "transformer_blocks.1.attn" and report.rows[2].name == "single_transformer_blocks.0.attn"
+    )
     assert report.rows[0].keys == (85, 85)  # image and text
     assert torch.equal(model(**inputs)[0], plain)
 
@@ -161,15 +167,20 @@ def test_blocks_compiled_one_by_one_as_diffusers_does():
     assert {reason: n for reason, n in compiled.items() if reason is None or "skip" in reason} == {
         "left out by skip_first": 1, None: 1, "left out by skip_last": 1,
     }  # fmt: skip
-    assert report.fp8_calls == len([row for row in report.rows if row.reason is None and row.calls]) == 6  # the blocks between
+    assert (
+        report.fp8_calls == len([row for row in report.rows if row.reason is None and row.calls]) == 6
+    )  # the blocks between
     assert torch.equal(model(**inputs)[0], plain)
     torch._dynamo.reset()
 
 
 def test_a_pipeline_follows_the_schedule():
-    """Flux's pipeline from prompt embeddings to latents, without text encoders or an autoencoder, twice in one context."""
+    """Flux's pipeline from prompt embeddings to latents, without text encoders or an autoencoder, twice in
+    one context.
+    """
     pipe = FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None, tokenizer_2=None,
+        scheduler=FlowMatchEulerDiscreteScheduler(), vae=None, text_encoder=None, tokenizer=None, text_encoder_2=None,
+        tokenizer_2=None,
         transformer=flux(),
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
@@ -177,7 +188,8 @@ def test_a_pipeline_follows_the_schedule():
 
     def run(**options):
         return pipe(
-            prompt_embeds=inputs["encoder_hidden_states"], pooled_prompt_embeds=inputs["pooled_projections"], height=128, width=128,
+            prompt_embeds=inputs["encoder_hidden_states"], pooled_prompt_embeds=inputs["pooled_projections"],
+            height=128, width=128,
             num_inference_steps=4, output_type="latent", generator=torch.Generator().manual_seed(3), **options,
         ).images  # fmt: skip
 
@@ -187,15 +199,23 @@ def test_a_pipeline_follows_the_schedule():
         assert report.current_step == 0
         second = run(callback_on_step_end=on_step_end(report))
     assert 0 < relative_error(first, plain) < ERROR and torch.equal(first, second)
-    assert [(row.reason, row.calls) for row in report.rows[:1] + report.rows[-1:]] == [("left out by steps", 4), (None, 4)]
+    assert [(row.reason, row.calls) for row in report.rows[:1] + report.rows[-1:]] == [
+        ("left out by steps", 4),
+        (None, 4),
+    ]
     assert report.calls == 40 and report.fp8_calls == 20
 
 
 def test_what_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"fp8_attention\(policy, transformer, layers="), fp8_transformer(torch.nn.Linear(2, 2)):
+    with (
+        pytest.raises(ValueError, match=r"fp8_attention\(policy, transformer, layers="),
+        fp8_transformer(torch.nn.Linear(2, 2)),
+    ):
         pass
     model = wan(1)
-    monkeypatch.setattr(model.blocks[0].attn1.processor, "_attention_backend", attention_dispatch.AttentionBackendName.FLASH)
+    monkeypatch.setattr(
+        model.blocks[0].attn1.processor, "_attention_backend", attention_dispatch.AttentionBackendName.FLASH
+    )
     with pytest.raises(ValueError, match="backend 'flash' does not call"), fp8_transformer(model):
         pass
     monkeypatch.undo()

@@ -11,7 +11,13 @@ from fp8attn import UsageError
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.sglang import RELEASE, register, unsupported_release
 from fp8attn.integrations.sglang.options import VARIABLE, options_of
-from fp8attn.integrations.sglang.refused import _OPTIONS, is_chosen, unsupported_layer, unsupported_model, unsupported_options
+from fp8attn.integrations.sglang.refused import (
+    _OPTIONS,
+    is_chosen,
+    unsupported_layer,
+    unsupported_model,
+    unsupported_options,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +33,10 @@ def test_what_pip_installs_is_what_is_supported():
     assert f"sglang=={RELEASE}" in (ROOT / "Makefile").read_text()
 
 
-@pytest.mark.parametrize(("version", "supported"), [("0.5.23", True), ("0.5.23.post1", True), ("0.5.23+cu130", True), ("0.5.24", False),
-                                                    ("0.5.22", False), ("0.5.230", False), ("0.5.23rc1", False)])  # fmt: skip
+@pytest.mark.parametrize(("version", "supported"), [("0.5.23", True), ("0.5.23.post1", True), ("0.5.23+cu130", True),
+("0.5.24", False),
+                                                    ("0.5.22", False), ("0.5.230", False), ("0.5.23rc1",
+                                                    False)])  # fmt: skip
 def test_releases(version, supported):
     reason = unsupported_release(version)
     assert reason is None if supported else f"works in SGLang 0.5.23, and this is SGLang {version}" in reason
@@ -39,7 +47,8 @@ def test_options_are_in_an_environment_variable(monkeypatch):
     assert options_of() == Options()
     monkeypatch.setenv(VARIABLE, '{"key_dtype": "e4m3"}')
     assert options_of() == Options(key_dtype="e4m3")
-    for text, reason in (("key_dtype=e4m3", "must be a JSON object of options; got 'key_dtype=e4m3'"), ("[]", "must be a JSON object"),
+    for text, reason in (("key_dtype=e4m3", "must be a JSON object of options; got 'key_dtype=e4m3'"), ("[]",
+    "must be a JSON object"),
                          ('{"exact": 1}', "has exact 1; it must be true or false")):  # fmt: skip
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(UsageError, match=f"the environment variable {VARIABLE} {reason}"):
@@ -59,8 +68,14 @@ def test_options_of_sglang():
         ({"page_size": 64}, "SGLang's would have 64: leave out --page-size, or pass 128"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not used"),
         ({"decode_attention_backend": "triton"}, "prompts and decodes read the same pages"),
-        ({"attention_backend": "triton", "prefill_attention_backend": "fp8attn"}, "prompts and decodes read the same pages"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is 'EAGLE'; a verified draft moves tokens inside pages"),
+        (
+            {"attention_backend": "triton", "prefill_attention_backend": "fp8attn"},
+            "prompts and decodes read the same pages",
+        ),
+        (
+            {"speculative_algorithm": "EAGLE"},
+            "--speculative-algorithm is 'EAGLE'; a verified draft moves tokens inside pages",
+        ),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is True; fp8attn was not run with it"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode is 'prefill'; it moves tokens of K and V"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is True; it moves tokens"),
@@ -77,7 +92,8 @@ def test_only_where_the_backend_is_named():
 def test_models():
     def reason(has_states=False, **attributes):
         plain = {
-            "attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "dtype": torch.bfloat16, "head_dim": 128,
+            "attention_arch": SimpleNamespace(name="MHA"), "is_encoder_decoder": False, "dtype": torch.bfloat16,
+            "head_dim": 128,
             "v_head_dim": 128, "is_hybrid_swa": False, "attention_chunk_size": None,
         }  # fmt: skip
         return unsupported_model(SimpleNamespace(**(plain | attributes)), has_states)
@@ -96,8 +112,10 @@ def test_models():
 def test_layers():
     def reason(**attributes):
         plain = {
-            "layer_id": 3, "attn_type": SimpleNamespace(value="decoder"), "is_cross_attention": False, "head_dim": 128, "v_head_dim": 128,
-            "logit_cap": 0.0, "logit_capping_method": "tanh", "pos_encoding_mode": "NONE", "xai_temperature_len": -1, "use_irope": False,
+            "layer_id": 3, "attn_type": SimpleNamespace(value="decoder"), "is_cross_attention": False, "head_dim": 128,
+            "v_head_dim": 128,
+            "logit_cap": 0.0, "logit_capping_method": "tanh", "pos_encoding_mode": "NONE", "xai_temperature_len": -1,
+            "use_irope": False,
         }  # fmt: skip
         return unsupported_layer(SimpleNamespace(**(plain | attributes)))
 

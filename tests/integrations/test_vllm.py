@@ -37,7 +37,9 @@ def test_supported_releases(version):
 def test_another_release_is_refused_by_name(version, monkeypatch):
     assert f"vLLM 0.26 to 0.33, and this is vLLM {version}" in unsupported_release(version)
     monkeypatch.setattr(refused, "vllm_version", lambda: version)
-    assert refused.RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [unsupported_release(version)]
+    assert refused.RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [
+        unsupported_release(version)
+    ]
 
 
 def test_messages_of_the_engines_room_are_vllms(caplog, monkeypatch):
@@ -61,7 +63,9 @@ def test_options_are_in_a_section_of_their_own():
     with pytest.raises(UsageError, match=r"additional_config\['fp8attn'\] has exact 'false'; it must be true or false"):
         options_of({"fp8attn": {"exact": "false"}})
     for name in ("fp8_attn", "FP8-Attention"):
-        with pytest.raises(UsageError, match=f"additional_config has '{name}': the options of fp8attn are under 'fp8attn'"):
+        with pytest.raises(
+            UsageError, match=f"additional_config has '{name}': the options of fp8attn are under 'fp8attn'"
+        ):
             options_of({name: {"exact": True}})
 
 
@@ -78,14 +82,15 @@ def test_kv_connectors():
     """LMCache's own connectors would cut pages. What stays in the own CPU's memory needs no mark."""
     multi = {"connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "LMCacheConnectorV1"}]}
     for config in (configured("LMCacheConnectorV1"), configured("MultiConnector", **multi)):
-        assert "LMCacheConnectorV1 moves tokens" in unsupported_connector(config) and "LMCachePagesConnector" in unsupported_connector(
+        assert "LMCacheConnectorV1 moves tokens" in unsupported_connector(
             config
-        )
+        ) and "LMCachePagesConnector" in unsupported_connector(config)
     assert "LMCacheMPConnector moves 2 * head_dim + 1 bytes" in unsupported_connector(configured("LMCacheMPConnector"))
     for config, exchanged in (
         (configured(), False), (configured("NixlConnector"), True), (configured("LMCachePagesConnector"), True),
         (configured("OffloadingConnector", cpu_bytes_to_use=1), False),
         (configured("OffloadingConnector", spec_name="TieringOffloadingSpec"), True),
-        (configured("SimpleCPUOffloadConnector"), False), (configured("MultiConnector", connectors=multi["connectors"][:1]), False),
+        (configured("SimpleCPUOffloadConnector"), False), (configured("MultiConnector",
+        connectors=multi["connectors"][:1]), False),
     ):  # fmt: skip
         assert unsupported_connector(config) is None and exchanges_blocks(config) == exchanged

@@ -95,8 +95,14 @@ def test_the_interpreter_compiles_nothing(monkeypatch):
         (SHAPE | {"device": "cpu"}, "cpu is not a GPU. Run it on the machine that will serve"),
         (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
         (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
-        (SHAPE | {"target": "sm_90", "dtype": torch.float32}, "torch.bfloat16 or torch.float16, which the kernels take; got torch.float32"),
-        (SHAPE | {"target": "sm_90", "dtype": "bfloat16"}, "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'"),
+        (
+            SHAPE | {"target": "sm_90", "dtype": torch.float32},
+            "torch.bfloat16 or torch.float16, which the kernels take; got torch.float32",
+        ),
+        (
+            SHAPE | {"target": "sm_90", "dtype": "bfloat16"},
+            "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'",
+        ),
         (SHAPE | {"target": "sm_90", "attention": "window"}, r"pass \('window',\)"),
         (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim must be one of"),
         (SHAPE | {"target": "sm_90", "head_dim": 512, "backend": "hopper"}, "take a head_dim of up to 256, not 512"),
@@ -112,7 +118,11 @@ def test_what_it_cannot_compile(options, message):
 def test_a_config_says_the_shape_and_what_attention_has(monkeypatch):
     def read(config):
         [layer] = fp8attn.warmup(config)
-        return (layer.num_q_heads, layer.num_kv_heads, layer.head_dim), "softcap" in layer.attention, "sinks" in layer.attention
+        return (
+            (layer.num_q_heads, layer.num_kv_heads, layer.head_dim),
+            "softcap" in layer.attention,
+            "sinks" in layer.attention,
+        )
 
     monkeypatch.setattr(warmup, "compile_kernels", lambda layers, *_, **__: layers)
     llama = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
@@ -127,12 +137,17 @@ def test_a_config_may_have_layers_of_several_shapes(monkeypatch):
     """Windows are those of their layers."""
     monkeypatch.setattr(warmup, "compile_kernels", lambda layers, *_, **__: layers)
     config = Gemma4TextConfig(
-        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], attention_k_eq_v=True, num_global_key_value_heads=2
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
     )
     found = [(layer.num_kv_heads, layer.head_dim, sorted(layer.attention)) for layer in fp8attn.warmup(config)]
     assert found == [(4, 256, []), (4, 256, ["window"]), (2, 512, [])]
 
 
-@pytest.mark.parametrize(("target", "head_dim", "backend"), [("sm_90", 256, "hopper"), ("sm_90", 512, "triton"), ("sm_80", 256, "triton")])
+@pytest.mark.parametrize(
+    ("target", "head_dim", "backend"), [("sm_90", 256, "hopper"), ("sm_90", 512, "triton"), ("sm_80", 256, "triton")]
+)
 def test_each_head_dim_has_its_backend(target, head_dim, backend):
     assert aim("cuda", torch.bfloat16, "auto", target, head_dim)[0] == backend

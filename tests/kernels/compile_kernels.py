@@ -51,14 +51,18 @@ TARGETS = {
 
 def attention(head_dim: int, dtype, queries: int, key_dtype="int8", rotate=True, means=False, **features) -> None:
     """Attention of `queries` queries for each sequence, with 4 query heads for each KV head."""
-    params = AttentionParams(**{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features)
+    params = AttentionParams(
+        **{"cu_seqlens_q": None, "max_seqlen_q": queries, "causal": True, "softmax_scale": 0.1} | features
+    )
     q = torch.zeros(queries, 8, head_dim, dtype=dtype)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(48, 2, head_dim, 1, 48, key_dtype=key_dtype, rotate_keys=rotate, k_mean=mean, v_mean=mean)
     portable.portable_attention(q, pages, params)
 
 
-def append_tokens(head_dim: int, dtype, tokens: int, ragged=False, key_dtype="int8", rotate=True, advance=True, static=False) -> None:
+def append_tokens(
+    head_dim: int, dtype, tokens: int, ragged=False, key_dtype="int8", rotate=True, advance=True, static=False
+) -> None:
     """Appends `tokens` new tokens to each of two sequences."""
     k = torch.zeros(2 * tokens, 8, head_dim, dtype=dtype)
     append.append(
@@ -85,8 +89,8 @@ def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int
 
 
 def cases() -> dict[str, tuple]:
-    """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere. What appends and
-    quantizes has the same tiles for 80 channels as for 96, and for 192 as for 256."""
+    """Launchers and their arguments: every head_dim with few, some and many rows, each dtype and feature somewhere.
+    What appends and quantizes has the same tiles for 80 channels as for 96, and for 192 as for 256."""
     found: dict[str, tuple] = {}
     for i, head_dim in enumerate(HEAD_DIMS):
         dtype, other = (BF16, FP16) if i % 2 else (FP16, BF16)
@@ -105,7 +109,13 @@ def cases() -> dict[str, tuple]:
             found |= {
                 f"D{head_dim} step": (append_tokens, head_dim, other, 16, {}),
                 f"D{head_dim} prompt": (append_tokens, head_dim, dtype, 300, {}),
-                f"D{head_dim} prompt static e4m3": (append_tokens, head_dim, other, 300, {"key_dtype": "e4m3", "static": True}),
+                f"D{head_dim} prompt static e4m3": (
+                    append_tokens,
+                    head_dim,
+                    other,
+                    300,
+                    {"key_dtype": "e4m3", "static": True},
+                ),
                 f"D{head_dim} dense": (from_dense, head_dim, dtype, {}),
             }
             continue
@@ -122,10 +132,22 @@ def cases() -> dict[str, tuple]:
     leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
     found |= {
         "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
-        "D64 rows4 softcap leftpad": (attention, 64, FP16, 1, {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": "e4m3"}),
+        "D64 rows4 softcap leftpad": (
+            attention,
+            64,
+            FP16,
+            1,
+            {"softcap": 30.0, "leftpad_k": leftpad, "key_dtype": "e4m3"},
+        ),
         "D128 rows64 softcap": (attention, 128, BF16, 16, {"softcap": 30.0, "sinks": sinks, "rotate": False}),
         "D128 rows128 window sinks": (attention, 128, BF16, 512, {"window": 100, "sinks": sinks}),
-        "D128 rows128 full leftpad": (attention, 128, FP16, 512, {"causal": False, "leftpad_k": leftpad, "key_dtype": "e4m3"}),
+        "D128 rows128 full leftpad": (
+            attention,
+            128,
+            FP16,
+            512,
+            {"causal": False, "leftpad_k": leftpad, "key_dtype": "e4m3"},
+        ),
         "D128 dense rope part": (from_dense, 128, BF16, {"rotary": 40, "key_dtype": "e4m3"}),
         "D256 dense rope interleaved": (from_dense, 256, FP16, {"rotary": 256, "interleaved": True}),
         "D128 prompt ragged": (append_tokens, 128, BF16, 300, {"ragged": True}),
@@ -191,7 +213,10 @@ def _ptxas_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
 
 def _amd_says(launch: Launch, gpu: GPUTarget) -> dict[str, Any]:
     kernel = compiled(launch.kernel, launch.args, launch.constants, gpu)
-    count = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"])}
+    count = {
+        name: int(n)
+        for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", kernel.asm["amdgcn"])
+    }
     return {
         "registers": count["vgpr_count"], "spill_bytes": count["private_segment_fixed_size"], "warnings": "",
         "shared_bytes": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps,

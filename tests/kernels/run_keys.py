@@ -15,7 +15,10 @@ from fp8attn.kernels.prefill import kernel as prefill
 MODULES = combine, portable, page, step, decode, prefill
 
 kernels = {
-    name: value for module in MODULES for name, value in vars(module).items() if isinstance(value, JITFunction) and name.endswith("_kernel")
+    name: value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if isinstance(value, JITFunction) and name.endswith("_kernel")
 }
 for name in sorted(kernels, reverse="reversed" in sys.argv):
     compute_key(kernels[name])

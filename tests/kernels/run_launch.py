@@ -1,4 +1,5 @@
-"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only records its arguments; prints JSON.
+"""Launches a kernel by Triton and then by its compiled kernel (`kernels.launch`) on a libcuda that only records its
+arguments; prints JSON.
 
 A process of its own (`test_launch.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
 
@@ -85,11 +86,16 @@ def sizes(compiled) -> list[int]:
     """The sizes in bytes of the parameters of a compiled kernel."""
     declared = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)[1]
     bytes_of = {"u64": 8, "b64": 8, "u32": 4, "b32": 4, "f32": 4}
-    return [int(n) if n else bytes_of[kind] for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)]
+    return [
+        int(n) if n else bytes_of[kind]
+        for kind, n in re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[]*(?:\[(\d+)\])?", declared)
+    ]
 
 
 def watched(done: Callable[[], dict]) -> dict:
-    """Whether Triton binds the arguments of a launch, and how often a hook is called, under every way to observe launches."""
+    """Whether Triton binds the arguments of a launch, and how often a hook is called, under every way to observe
+    launches.
+    """
     seen = []
     enter, leave = (lambda metadata: seen.append(metadata) for _ in range(2))
     rows = {}
@@ -98,7 +104,10 @@ def watched(done: Callable[[], dict]) -> dict:
         seen.clear()
         rows[name] = {"ordinary": done()["ordinary"], "hooks": len(seen)}
 
-    for name, chain, hook in (("enter", knobs.runtime.launch_enter_hook, enter), ("exit", knobs.runtime.launch_exit_hook, leave)):
+    for name, chain, hook in (
+        ("enter", knobs.runtime.launch_enter_hook, enter),
+        ("exit", knobs.runtime.launch_exit_hook, leave),
+    ):
         chain.add(hook)
         row(name)
         chain.remove(hook)
@@ -115,7 +124,9 @@ def watched(done: Callable[[], dict]) -> dict:
 def stand_in(kernel):
     """A kernel of the same parameters that does nothing, and compiles at once."""
     fixed = [param.name for param in kernel.params if param.do_not_specialize]
-    parameters = ", ".join(f"{param.name}: gl.constexpr" if param.is_constexpr else param.name for param in kernel.params)
+    parameters = ", ".join(
+        f"{param.name}: gl.constexpr" if param.is_constexpr else param.name for param in kernel.params
+    )
     path = FOLDER / f"{kernel.__name__}_stand_in.py"
     path.write_text(
         f"from fp8attn.kernels.gluon import gl, gluon\n\n\n"
@@ -131,7 +142,9 @@ def called(function: Callable[[], Any]) -> int:
     """The number of Python functions of fp8attn that a call of `function` calls."""
     ours = str(Path(kernels.__file__).parent.parent)
     events = []
-    sys.setprofile(lambda frame, event, argument: events.append(event == "call" and frame.f_code.co_filename.startswith(ours)))
+    sys.setprofile(
+        lambda frame, event, argument: events.append(event == "call" and frame.f_code.co_filename.startswith(ours))
+    )
     try:
         function()
     finally:
@@ -148,7 +161,9 @@ class Made(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        self.count += isinstance(result, torch.Tensor) or (isinstance(result, list | tuple) and isinstance([*result, 0][0], torch.Tensor))
+        self.count += isinstance(result, torch.Tensor) or (
+            isinstance(result, list | tuple) and isinstance([*result, 0][0], torch.Tensor)
+        )
         return result
 
 
@@ -185,9 +200,16 @@ def attended(launches: list, compiled: dict) -> dict:
         before, earlier = len(launches), made.value
         out, lse = call()
         row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
-        words = {int.from_bytes(bytes.fromhex(x[:16]), "little") for x in noted(compiled["last"])["parameters"] if len(x) >= 16}
+        words = {
+            int.from_bytes(bytes.fromhex(x[:16]), "little")
+            for x in noted(compiled["last"])["parameters"]
+            if len(x) >= 16
+        }
         held = {"q": q, "k": pages.k, "table": pages.page_table, "sinks": sinks, "out": out, "lse": lse}
-        rows[name] = row | {"calls": called(call), "last takes": [name for name, x in held.items() if x.data_ptr() in words]}
+        rows[name] = row | {
+            "calls": called(call),
+            "last takes": [name for name, x in held.items() if x.data_ptr() in words],
+        }
 
     before, earlier = len(launches), made.value
     for num_seqs, queries in ((3, 1), (1, 300)):
@@ -221,11 +243,13 @@ def prompted(launches: list) -> dict:
 
 
 def warmed() -> dict:
-    """Results of launches whose kernels `warmup` has compiled, after `prompted`. The kernels are in Triton's cache on disk, and none is in
-    memory."""
+    """Results of launches whose kernels `warmup` has compiled, after `prompted`. The kernels are in Triton's cache on
+    disk, and none is in memory."""
     machine.plan_for(TARGETS["sm_90"])
     compiled_as, answers = [], []
-    layer = Layer(12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, attention=frozenset({"sinks"}))  # as no other call here
+    layer = Layer(
+        12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, attention=frozenset({"sinks"})
+    )  # as no other call here
     calls = [
         lambda: attend(layer, 2, 3, 1), lambda: attend(layer, 33, 3, 1, leftpad=True, ragged=50),
         lambda: attend(layer, 1, 256, 0), lambda: attend(layer, 1, 128, 64),
@@ -251,7 +275,9 @@ def warmed() -> dict:
 
 
 def planned() -> dict:
-    """The launches of calls that differ in one thing: first each with its own plan, then with the plans of all the others in the cache."""
+    """The launches of calls that differ in one thing: first each with its own plan, then with the plans of all the
+    others in the cache.
+    """
     launches = []
 
     def plain(x: Any) -> Any:
@@ -268,16 +294,23 @@ def planned() -> dict:
     off = torch.zeros(128, 8, 129, dtype=torch.bfloat16)[..., 1:]
     dense = q.unflatten(0, (2, 64))
     cases = {
-        "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)}, "misaligned": {"q": off},
-        "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1, 2)},
+        "plain": {}, "heads first": {"q": torch.zeros(8, 128, 128, dtype=torch.bfloat16).transpose(0, 1)},
+        "misaligned": {"q": off},
+        "dense": {"q": dense}, "dense, heads first": {"q": torch.zeros(2, 8, 64, 128, dtype=torch.bfloat16).transpose(1,
+        2)},
         "more queries": {"q": torch.zeros(256, 8, 128, dtype=torch.bfloat16), "max_seqlen_q": 128},
-        "fewer KV heads": {"pages": KVPages.empty(64, 1, 128, 2, 32)}, "more pages": {"pages": KVPages.empty(65, 2, 128, 2, 32)},
-        "table's width": {"pages": replace(pages, page_table=wide)}, "table's stride": {"pages": replace(pages, page_table=wide[:, :32])},
+        "fewer KV heads": {"pages": KVPages.empty(64, 1, 128, 2, 32)},
+        "more pages": {"pages": KVPages.empty(65, 2, 128, 2, 32)},
+        "table's width": {"pages": replace(pages, page_table=wide)},
+        "table's stride": {"pages": replace(pages, page_table=wide[:, :32])},
         "not in parts": {"pages": replace(pages, page_table=table[:, :8])},
         "no LSE": {"pages": replace(pages, page_table=table[:, :8]), "return_lse": False},
-        "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
-        "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000}, "softcap": {"softcap": 5.0},
-        "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)}, "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
+        "ragged": {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)},
+        "longest": {"cu_seqlens_q": torch.zeros(3), "max_seqlen_q": 5000},
+        "full": {"causal": False}, "window": {"window": 1}, "wider window": {"window": 3000},
+        "softcap": {"softcap": 5.0},
+        "scale": {"softmax_scale": 0.2}, "sinks": {"sinks": torch.zeros(8)},
+        "leftpad": {"leftpad_k": torch.zeros(2, dtype=torch.int32)},
     }  # fmt: skip
 
     def launched(name: str) -> list:
@@ -356,14 +389,17 @@ def main() -> None:
         earlier = len(ordinary)
         launch(kernel, (3, 2), same["again"], Constants(DEVICE, **constants))
     rows["recorded"] = {
-        "compiled": [note.compiled is constants.compiled[0].program for note in notes], "dry": [note.compiled for note in dry],
+        "compiled": [note.compiled is constants.compiled[0].program for note in notes],
+        "dry": [note.compiled for note in dry],
         "equal": notes[0][:3] == dry[0][:3], "made": len(ordinary) - earlier,
     }  # fmt: skip
     rows["attended"] = attended(ordinary, compiled)
     rows["prompted"] = prompted(ordinary)
     rows["warmed"] = warmed()
     rows["planned"] = planned()
-    print(json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows}))
+    print(
+        json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows})
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What `kernels.operands` does to the compilations of a process (`test_operands.py`). No machine code is made: ptxas would take longest."""
+"""What `kernels.operands` does to the compilations of a process (`test_operands.py`). No machine code is made: ptxas
+would take longest.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ def facts(made: Any, given: Any) -> dict[str, Any]:
 
 
 def compilations_beside(made: Any) -> list[str]:
-    """How often Triton compiles a kernel, or loads it from disk, that is prepared beside a thread with a hook, and launched without one."""
+    """How often Triton compiles a kernel, or loads it from disk, that is prepared beside a thread with a hook, and
+    launched without one.
+    """
     counted: list[str] = []
     made.kernel.device_caches.clear()
     with knobs.runtime.scope(), knobs.compilation.scope(), tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
         knobs.cache.dir = folder
         knobs.runtime.add_stages_inspection_hook = None
-        knobs.compilation.listener = lambda *, src, cache_hit, **_: counted.append("loaded" if cache_hit else "compiled")
+        knobs.compilation.listener = lambda *, src, cache_hit, **_: counted.append(
+            "loaded" if cache_hit else "compiled"
+        )
         with operands.direct_operands("all"), ThreadPoolExecutor(1) as pool:
             pool.submit(compiled, made.kernel, made.args, made.constants).result()
         compiled(made.kernel, made.args, made.constants)
@@ -59,7 +65,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder
         knobs.runtime.add_stages_inspection_hook = no_code
-        found: dict[str, Any] = {"plain": facts(made, plain), "direct": facts(made, made.constants), "again": facts(made, made.constants)}
+        found: dict[str, Any] = {
+            "plain": facts(made, plain),
+            "direct": facts(made, made.constants),
+            "again": facts(made, made.constants),
+        }
         base = found["plain"]["copies"] - found["direct"]["copies"]
         found["plain"]["copies"], kept = base, found["direct"]["copies"]  # those that are left are no operands'
         found["direct"]["copies"] = found["again"]["copies"] = 0

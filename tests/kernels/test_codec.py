@@ -34,8 +34,12 @@ def test_conversions_without_hardware_are_exact():
     exact = EVERY_CODE.view(torch.float8_e4m3fn).float()
     # Every value, every tie, and both neighbors of each; what is out of range, and what is hardly there.
     ties = torch.cat([exact[:-1], (exact[:-1] + exact[1:]) / 2])
-    edges = torch.tensor([0.0, -0.0, 449.0, 464.0, 1e30, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-20, 2.0**-10, 2.0**-126])
-    x = torch.cat([ties, torch.nextafter(ties, torch.tensor(torch.inf)), torch.nextafter(ties, torch.tensor(-torch.inf)), edges])
+    edges = torch.tensor(
+        [0.0, -0.0, 449.0, 464.0, 1e30, torch.inf, -torch.inf, torch.nan, 1e-40, -1e-20, 2.0**-10, 2.0**-126]
+    )
+    x = torch.cat(
+        [ties, torch.nextafter(ties, torch.tensor(torch.inf)), torch.nextafter(ties, torch.tensor(-torch.inf)), edges]
+    )
     x = torch.cat([x, torch.randn(4096 - len(x)) * torch.exp2(torch.randint(-30, 20, (4096 - len(x),)).float())])
     halves, integers = torch.zeros(2, 256).half()
     quantized, bf16 = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096).bfloat16()

@@ -89,7 +89,9 @@ def test_the_pool_is_replaced_before_captures_exhaust_it(machine):
 
 
 def test_the_counters_of_a_graph_are_never_freed(machine):
-    """A launch takes an address, and keeps no reference. Two pools are replaced, and the second served captures alone."""
+    """A launch takes an address, and keeps no reference. Two pools are replaced, and the second served
+    captures alone.
+    """
     counters(FIRST, 7, 264)
     taken = []
     while machine.made < 3:

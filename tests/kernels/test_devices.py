@@ -21,7 +21,9 @@ def test_chips_are_known_by_name(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
+)
 def test_others_have_the_default_s_numbers_and_say_so(name, caplog):
     with caplog.at_level(logging.DEBUG, devices.__name__):
         assert devices.named(name) is H100
@@ -35,12 +37,16 @@ def test_without_a_gpu_the_default_is_planned_for():
 
 
 def test_a_fit_finds_the_numbers_of_prefill():
-    """Noise of 2% moves the time of a tile by less than 3%, and the time of an item, a tenth of most launches, by less than 25%."""
+    """Noise of 2% moves the time of a tile by less than 3%, and the time of an item, a tenth of most launches, by less
+    than 25%.
+    """
     noise = torch.Generator().manual_seed(0)
     cases = [(items, tiles) for items in fit.HEADS for tiles in fit.TILES]
     exact = {(items, tiles): 3.0 + items * (5.9 + 1.52 * tiles) for items, tiles in cases}
     assert fit.fit_prefill(exact) == Cost(tile=1.52, item=5.9)
-    noisy = {case: time * (1 + 0.02 * float(torch.randn((), generator=noise).clamp(-1, 1))) for case, time in exact.items()}
+    noisy = {
+        case: time * (1 + 0.02 * float(torch.randn((), generator=noise).clamp(-1, 1))) for case, time in exact.items()
+    }
     found = fit.fit_prefill(noisy)
     assert found.tile == pytest.approx(1.52, rel=0.03) and found.item == pytest.approx(5.9, rel=0.25)
 

@@ -1,4 +1,6 @@
-"""What the Triton kernels have in common: grids, torch ops, compiled code; and what the Hopper kernels need of a machine."""
+"""What the Triton kernels have in common: grids, torch ops, compiled code; and what the Hopper kernels need of a
+machine.
+"""
 
 import pytest
 import torch
@@ -47,7 +49,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
 
 
 def test_decode_has_work_for_a_slice_of_a_gpu():
-    """A seventh of an H100 (MIG) has 16 multiprocessors or fewer, and at head_dim 256 many query rows are several tiles."""
+    """A seventh of an H100 (MIG) has 16 multiprocessors or fewer, and at head_dim 256 many query rows are several
+    tiles.
+    """
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.decode import DecodeShape
 
@@ -78,7 +82,10 @@ def test_no_batch_is_too_large_for_a_grid(monkeypatch):
         portable.portable_attention(tokens.repeat(1, 2, 1), pages, AttentionParams(**ARGUMENTS))
     assert len({note.kernel.fn.__name__ for note in launches}) == 4
     for note in launches:
-        assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (note.kernel.fn.__name__, note.grid)
+        assert note.grid[0] < 2**31 and all(programs < 65_536 for programs in note.grid[1:]), (
+            note.kernel.fn.__name__,
+            note.grid,
+        )
 
 
 @pytest.mark.triton36
@@ -90,7 +97,9 @@ def test_ops_run_the_kernels_and_pass_opcheck():
     torch.library.opcheck(torch.ops.fp8attn.attention, (q, *flatten_pages(pages), *options, "triton"))
     token = torch.randn(2, 2, 64).half()
     arguments = (token, token.clone(), *flatten_pages(pages), *Append(None, 1), "triton")
-    torch.library.opcheck(torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.fp8attn.append, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
 
 
 def test_a_compiled_step_calls_the_kernels(monkeypatch):

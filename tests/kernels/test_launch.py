@@ -1,4 +1,6 @@
-"""Launches of a kept kernel pass the same arguments to the driver as Triton's launches. A stub of libcuda records them."""
+"""Launches of a kept kernel pass the same arguments to the driver as Triton's launches.
+A stub of libcuda records them.
+"""
 
 import json
 
@@ -40,7 +42,8 @@ def test_other_arguments_are_bound_by_triton(launches):
 def test_hooks_see_every_launch(launches):
     """Triton calls a profiler's hooks; hooks before runs and debug mode need Triton to bind the arguments."""
     assert launches["rows"]["watched"] == {
-        "enter": {"ordinary": False, "hooks": 1}, "exit": {"ordinary": False, "hooks": 1}, "before runs": {"ordinary": True, "hooks": 1},
+        "enter": {"ordinary": False, "hooks": 1}, "exit": {"ordinary": False, "hooks": 1},
+        "before runs": {"ordinary": True, "hooks": 1},
         "debug": {"ordinary": True, "hooks": 0}, "nothing": {"ordinary": False, "hooks": 0},
     }  # fmt: skip
 
@@ -57,24 +60,32 @@ def test_launches_are_recorded(launches):
     assert launches["rows"]["recorded"] == {"compiled": [True], "dry": [None], "equal": True, "made": 0}
 
 
-@pytest.mark.parametrize(("case", "made", "most"), [("1 query", 1, 38), ("256 queries", 1, 42), ("64 queries in parts", 2, 54)])
+@pytest.mark.parametrize(
+    ("case", "made", "most"), [("1 query", 1, 38), ("256 queries", 1, 42), ("64 queries in parts", 2, 54)]
+)
 def test_attention_is_checks_a_plan_and_launches(launches, case, made, most):
     """This holds from the second call. Each Python function costs 0.1 to 0.3 us; those of fp8attn are counted."""
     row = launches["rows"]["attended"][case]
     assert row["ordinary"] == 0 and row["launches"] == made
     assert {"out", "lse"} <= set(row["last takes"])
-    assert row["calls"] <= most, "ops.attention calls more Python than it did: benchmarks.overhead tells what that costs"
+    assert row["calls"] <= most, (
+        "ops.attention calls more Python than it did: benchmarks.overhead tells what that costs"
+    )
 
 
 def test_what_was_compiled_serves_other_sizes(launches):
-    """Plans of other batch sizes and lengths than those met before have the same constants, of which the kernel is known."""
+    """Plans of other batch sizes and lengths than those met before have the same constants, of which the kernel is
+    known.
+    """
     assert launches["rows"]["attended"]["other sizes"] == {"ordinary": 0, "launches": 2}
 
 
 @pytest.mark.parametrize(("pool", "calls", "tensors"), [("grows", 96, 15), ("fixed", 125, 16)])
 def test_a_prompt_s_append_clears_nothing_that_it_writes(launches, pool, calls, tensors):
-    """A new cache and its first append. Of one that grows torch makes the pool, the table and the lengths of all layers, and views; one of
-    a fixed size it clears, and gives it a table. Twenty of the calls find the kernels that a prompt of this cache needs."""
+    """A new cache and its first append. Of one that grows torch makes the pool, the table and the lengths of all
+    layers, and views; one of a fixed size it clears, and gives it a table. Twenty of the calls find the kernels that a
+    prompt of this cache needs.
+    """
     row = launches["rows"]["prompted"][pool]
     assert row["ordinary"] == 0 and row["launches"] == 1
     assert row["calls"] <= calls and row["tensors"] <= tensors, row
@@ -88,13 +99,17 @@ def test_parts_are_put_together_by_the_last_launch(launches):
 
 def test_plans_are_of_all_that_launches_depend_on(launches):
     rows = launches["rows"]["planned"]
-    assert {name: row["among others"] for name, row in rows.items()} == {name: row["alone"] for name, row in rows.items()}
+    assert {name: row["among others"] for name, row in rows.items()} == {
+        name: row["alone"] for name, row in rows.items()
+    }
     different = {json.dumps(row["alone"]) for row in rows.values()}
     assert len(different) >= len(rows) - 1  # as launched, queries that TMA cannot take are plain ones, copied
 
 
 def test_launches_find_what_was_compiled_ahead(launches):
-    """They are found by the same key, with the C function that launches them: a launch adds nothing to Triton's cache."""
+    """They are found by the same key, with the C function that launches them:
+    a launch adds nothing to Triton's cache.
+    """
     row = launches["rows"]["warmed"]
     assert len(set(row["compiled"])) == 7 and row["looked up"] == [[kernel, True] for kernel in row["compiled"]]
     assert row["new"] == []

@@ -1,4 +1,6 @@
-"""Copies of wgmma's left operands are removed from PTX where that changes no value, and only for the kernel that asks for it."""
+"""Copies of wgmma's left operands are removed from PTX where that changes no value, and only for the kernel that asks
+for it.
+"""
 
 import json
 import re
@@ -165,7 +167,9 @@ def found():
 @pytest.mark.slow
 @pytest.mark.skipif(not operands.copies_operands(), reason="this Triton makes no copies")
 def test_every_way_to_compile_finds_one_kernel(found):
-    """A second process, `compiled` and the first launch look for the kernel under one key. A kernel of another thread keeps its own."""
+    """A second process, `compiled` and the first launch look for the kernel under one key. A kernel of another thread
+    keeps its own.
+    """
     assert found["direct"] == found["again"] and found["direct"]["note"] == "direct" and found["direct"]["copies"] == 0
     assert found["plain"]["copies"] > 0 and found["plain"]["hash"] != found["direct"]["hash"]
     assert found["other thread"] == found["without the hook"]

@@ -1,4 +1,6 @@
-"""The plans of attention with a window, over tables of different widths. It runs where Triton compiles (`compiling.call`)."""
+"""The plans of attention with a window, over tables of different widths. It runs where Triton compiles
+(`compiling.call`).
+"""
 
 import torch
 
@@ -6,7 +8,11 @@ from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import decode, portable, prefill
 from tests.support.machine_code import dry
 
-KERNELS = {"decode": (decode.decode_attention, 1), "prefill": (prefill.prefill_attention, 64), "portable": (portable.portable_attention, 1)}
+KERNELS = {
+    "decode": (decode.decode_attention, 1),
+    "prefill": (prefill.prefill_attention, 64),
+    "portable": (portable.portable_attention, 1),
+}
 HEADS, DIM = 2, 128
 
 

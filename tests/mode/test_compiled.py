@@ -14,7 +14,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])  # eager runs the graph as it is, under the mode
 def test_a_whole_model_compiled_before(net, x, graphs, backend):
-    policy, other = AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1, skip=("*.2.*", lambda call: call.layer == 4))
+    policy, other = (
+        AttentionPolicy(min_length=1, skip_first=1),
+        AttentionPolicy(min_length=1, skip=("*.2.*", lambda call: call.layer == 4)),
+    )
     compiled = torch.compile(net, fullgraph=True, backend=backend)
     plain = net(x)
     assert torch.equal(compiled(x), plain)
@@ -49,7 +52,9 @@ def test_a_model_compiled_by_its_blocks(graphs, x):
                 ("blocks.8", "left out by skip_last"),
             ]  # fmt: skip
             assert all(row.compiled <= 1 for row in report.rows)
-            assert {row.name: (row.layer, row.calls) for row in report.rows if row.calls} == {f"blocks.{i}": (i, 2) for i in range(1, 8)}
+            assert {row.name: (row.layer, row.calls) for row in report.rows if row.calls} == {
+                f"blocks.{i}": (i, 2) for i in range(1, 8)
+            }
         assert report.fp8_calls == report.calls == eager.fp8_calls
     assert graphs() == 4
 

@@ -20,14 +20,21 @@ from tests.mode.nets import ANY, FP8_ERROR, Net, qkv, ran
 
 
 @pytest.mark.parametrize(
-    "function", [scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention]
+    "function",
+    [
+        scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
+        torch._C._nn.scaled_dot_product_attention,
+    ],
 )
 def test_catches_the_function_however_it_was_imported(function):
     q, k, v = qkv()
     plain, ours = function(q, k, v, is_causal=True), sdpa.scaled_dot_product_attention(q, k, v, is_causal=True)
     with fp8_attention(ANY) as report:
         assert torch.equal(function(q, k, v, is_causal=True), ours)
-        assert torch.equal(function(query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=True, scale=None), ours)
+        assert torch.equal(
+            function(query=q, key=k, value=v, attn_mask=None, dropout_p=0.0, is_causal=True, scale=None), ours
+        )
     assert torch.equal(function(q, k, v, is_causal=True), plain)
     assert 0 < relative_error(ours, plain) < FP8_ERROR
     assert (report.fp8_calls, report.calls) == (2, 2)
@@ -57,7 +64,11 @@ def test_what_fp8_cannot_do_is_torchs_own():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 def test_nested_tensors_are_torchs_own(layout):
-    parts = [torch.randn(n, 2, 64) for n in (30, 50)] if layout == torch.jagged else [torch.randn(2, n, 64) for n in (30, 50)]
+    parts = (
+        [torch.randn(n, 2, 64) for n in (30, 50)]
+        if layout == torch.jagged
+        else [torch.randn(2, n, 64) for n in (30, 50)]
+    )
     q = torch.nested.nested_tensor(parts, layout=layout)
     q = q.transpose(1, 2) if layout == torch.jagged else q
     expected = scaled_dot_product_attention(q, q, q)
@@ -73,9 +84,15 @@ def test_multi_head_attention_modules(request):
     x = torch.randn(2, 40, 128)
     plain = model(x)
     padding = torch.zeros(2, 40, dtype=torch.bool)
-    with fp8_attention(AttentionPolicy(min_length=1, skip_last=1), model) as report, fp8_attention(ANY, nn.Linear(1, 1)):
+    with (
+        fp8_attention(AttentionPolicy(min_length=1, skip_last=1), model) as report,
+        fp8_attention(ANY, nn.Linear(1, 1)),
+    ):
         assert 0 < relative_error(model(x), plain) < FP8_ERROR
-    assert ran(report) == {"fp8": [0, 1], "torch": {2: "left out by skip_last"}} and report.rows[0].name == "layers.0.self_attn"
+    assert (
+        ran(report) == {"fp8": [0, 1], "torch": {2: "left out by skip_last"}}
+        and report.rows[0].name == "layers.0.self_attn"
+    )
     with fp8_attention(ANY) as report:
         torch.testing.assert_close(model(x, src_key_padding_mask=padding), plain)
     assert [(row.calls, row.reason) for row in report.rows] == [(3, "a mask is given; FP8 attention is causal or full")]
@@ -181,7 +198,11 @@ def test_calls_outside_of_the_model_are_not_concerned(net, x):
 def test_two_models_with_a_context_each(net, x):
     other = Net(3).eval()
     first, last = AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1, skip_last=1)
-    with fp8_attention(ANY) as outer, fp8_attention(first, net) as report, fp8_attention(last, other) as report_of_other:
+    with (
+        fp8_attention(ANY) as outer,
+        fp8_attention(first, net) as report,
+        fp8_attention(last, other) as report_of_other,
+    ):
         other(net(x))
         scaled_dot_product_attention(*qkv())
     assert ran(report)["fp8"] == [1, 2, 3, 4] and ran(report_of_other)["fp8"] == [0, 1]
@@ -203,7 +224,9 @@ def test_the_innermost_context_that_is_concerned_decides(net, x):
 
 
 def test_threads_do_not_affect_each_other(net, x):
-    """Three threads use one model: one outside of the mode, two inside with different policies, all between the same two barriers."""
+    """Three threads use one model: one outside of the mode, two inside with different policies, all between the same
+    two barriers.
+    """
     policies = [None, AttentionPolicy(min_length=1, skip_first=1), AttentionPolicy(min_length=1, skip_last=2)]
     expected, results, reports = [], [[], [], []], [None] * 3
     for policy in policies:

@@ -25,7 +25,8 @@ def test_bert_padded_is_exact_and_unpadded_in_fp8():
     from transformers import BertConfig, BertModel
 
     model = sdpa_model(
-        BertModel, BertConfig(vocab_size=89, hidden_size=128, num_hidden_layers=3, num_attention_heads=2, intermediate_size=128)
+        BertModel,
+        BertConfig(vocab_size=89, hidden_size=128, num_hidden_layers=3, num_attention_heads=2, intermediate_size=128),
     )
     ids = tokens(2, 60)
     mask = torch.ones_like(ids)
@@ -45,7 +46,8 @@ def test_encoder_decoder_with_cross_attention():
     model = sdpa_model(
         BartModel,
         BartConfig(
-            vocab_size=89, d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
+            vocab_size=89, d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2,
             encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=128,
         ),
     )  # fmt: skip
@@ -71,7 +73,13 @@ def test_bidirectional_vision_model():
     model = sdpa_model(
         ViTModel,
         ViTConfig(
-            hidden_size=128, num_hidden_layers=3, num_attention_heads=2, intermediate_size=128, image_size=32, patch_size=4, num_channels=3
+            hidden_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=128,
+            image_size=32,
+            patch_size=4,
+            num_channels=3,
         ),
     )
     pixels = torch.randn(2, 3, 32, 32)
@@ -132,6 +140,9 @@ def test_a_transformers_model_is_compiled_by_its_layers():
         layer.compile(fullgraph=True, backend="eager")
     with fp8_attention(policy, model) as report:
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
-    assert [(row.reason, row.compiled) for row in report.rows if row.compiled] == [("left out by skip_first", 1), (None, 1)]
+    assert [(row.reason, row.compiled) for row in report.rows if row.compiled] == [
+        ("left out by skip_first", 1),
+        (None, 1),
+    ]
     assert {row.name: row.calls for row in report.rows if row.calls} == {f"model.layers.{i}": 1 for i in (1, 2, 3)}
     torch._dynamo.reset()

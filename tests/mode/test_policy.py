@@ -30,9 +30,17 @@ def test_first_and_last_layers_stay(net, x):
 
 
 def test_layers_may_be_said(net, x):
-    with fp8_attention(AttentionPolicy(min_length=1, skip_first=1), net, layers=[net.blocks[3], net.blocks[1]]) as report:
+    with fp8_attention(
+        AttentionPolicy(min_length=1, skip_first=1), net, layers=[net.blocks[3], net.blocks[1]]
+    ) as report:
         net(x)
-    assert [(row.layer, row.reason is None) for row in report.rows] == [(None, True), (1, True), (None, True), (0, False), (None, True)]
+    assert [(row.layer, row.reason is None) for row in report.rows] == [
+        (None, True),
+        (1, True),
+        (None, True),
+        (0, False),
+        (None, True),
+    ]
 
 
 def test_numbers_are_layers(net, x):
@@ -44,7 +52,10 @@ def test_numbers_are_layers(net, x):
 def test_names_stay_with_all_inside(net, x):
     with fp8_attention(AttentionPolicy(min_length=1, skip=("blocks.1", "*.3.attention")), net) as report:
         net(x)
-    assert ran(report) == {"fp8": [0, 2, 4], "torch": {1: "left out by name (blocks.1)", 3: "left out by name (*.3.attention)"}}
+    assert ran(report) == {
+        "fp8": [0, 2, 4],
+        "torch": {1: "left out by name (blocks.1)", 3: "left out by name (*.3.attention)"},
+    }
 
 
 def test_functions_see_the_call(net, x):
@@ -102,7 +113,9 @@ def test_a_policy_that_cannot_be_meant(arguments, message):
         pass
 
 
-@pytest.mark.parametrize("keys", [{}, {"key_dtype": "e4m3"}, {"key_dtype": "e4m3", "rotate_keys": False}, {"rotate_keys": False}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"key_dtype": "e4m3"}, {"key_dtype": "e4m3", "rotate_keys": False}, {"rotate_keys": False}]
+)
 def test_the_policy_says_how_keys_are_stored(keys):
     q, k, v = torch.randn(3, 1, 2, 40, 64)
     with fp8_attention(AttentionPolicy(min_length=1, **keys)):
@@ -124,10 +137,30 @@ def test_arguments_of_another_type(net):
 def test_a_model_that_does_not_fit_the_policy(net):
     for policy, model, options, message in [
         (AttentionPolicy(skip=("atention",)), net, {}, "no module of the model is called 'atention'"),
-        (AttentionPolicy(skip=(1, 5, -6)), net, {}, r"skip names layers \[5, -6\], and the model has layers 0 to 4 \(-1 is the last\)"),
-        (AttentionPolicy(skip=(0,)), net.blocks[0], {}, r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers="),
-        (AttentionPolicy(skip_last=1), net.blocks[0], {}, r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers="),
-        (AttentionPolicy(skip_last=1), net, {"layers": [nn.Linear(1, 1)]}, r"layers\[0\], a Linear, is not inside the model"),
+        (
+            AttentionPolicy(skip=(1, 5, -6)),
+            net,
+            {},
+            r"skip names layers \[5, -6\], and the model has layers 0 to 4 \(-1 is the last\)",
+        ),
+        (
+            AttentionPolicy(skip=(0,)),
+            net.blocks[0],
+            {},
+            r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers=",
+        ),
+        (
+            AttentionPolicy(skip_last=1),
+            net.blocks[0],
+            {},
+            r"none in a ModuleList; pass them: fp8_attention\(policy, model, layers=",
+        ),
+        (
+            AttentionPolicy(skip_last=1),
+            net,
+            {"layers": [nn.Linear(1, 1)]},
+            r"layers\[0\], a Linear, is not inside the model",
+        ),
     ]:
         with pytest.raises(ValueError, match=message), fp8_attention(policy, model, **options):
             pass
@@ -142,7 +175,13 @@ def test_the_report_does_not_grow_with_use(net):
             net(torch.randn(1, length, 128))
     assert len(report.rows) == 10 and report.calls == 105 and report.fp8_calls == 55
     row = report.rows[-1]
-    assert (row.name, row.calls, row.queries, row.keys, row.heads) == ("blocks.4.attention", 11, (20, 30), (20, 30), (2, 2))
+    assert (row.name, row.calls, row.queries, row.keys, row.heads) == (
+        "blocks.4.attention",
+        11,
+        (20, 30),
+        (20, 30),
+        (2, 2),
+    )
     lines = str(report).splitlines()
     assert lines[0] == "55 of 105 calls in FP8" and len(lines) == 12
     assert " ".join(lines[2].split()) == "blocks.0.attention 0 10 0 10-19 10-19 2 torch: shorter than 20 tokens"

@@ -1,4 +1,5 @@
-"""Makes dry calls of many lengths and batches with the public functions, and prints as JSON which of their kernels `warmup` does not list.
+"""Makes dry calls of many lengths and batches with the public functions, and prints as JSON which of their kernels
+`warmup` does not list.
 
 A process of its own (`test_calls.py` runs it), because plans for the device "meta" are kept for one machine.
 
@@ -44,7 +45,9 @@ CASES = {
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
     "an engine's": [replace(LLAMA, advance=False)],
     "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
-    "softcap, window": [replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))],
+    "softcap, window": [
+        replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))
+    ],
     "sinks, window": [replace(Layer(64, 8, 64), attention=frozenset(has)) for has in (("sinks",), ("sinks", "window"))],
 }
 PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
@@ -52,13 +55,20 @@ WITHOUT_DENSE = {"an engine's", "calibrated"}  # whose layers make none: their k
 
 
 def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
-    """(New tokens of a sequence, sequences, tokens in the cache): every step, and prompts: each third case has each short length."""
+    """(New tokens of a sequence, sequences, tokens in the cache): every step, and prompts: each third case has each
+    short length.
+    """
     draw = random.Random(seed)
     steps = [(n, batch, draw.randrange(0, 100_000)) for n in range(1, 17) for batch in (1, 5, 32, 33, 64)]
-    prompts = [(n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999))) for n in range(17 + seed % 3, 131, 3)]
+    prompts = [
+        (n, draw.choice((1, 1, 1, 2, 3, 5, 8, 13, 20, 64)), draw.choice((0, 0, 999, 99_999)))
+        for n in range(17 + seed % 3, 131, 3)
+    ]
     for _ in range(most):
         n = round(2 ** draw.uniform(5, 15))
-        prompts.append((n, draw.randint(1, max(1, min(64, (1 << 18) // n))), draw.choice((0, 0, draw.randrange(1, 100_000)))))
+        prompts.append(
+            (n, draw.randint(1, max(1, min(64, (1 << 18) // n))), draw.choice((0, 0, draw.randrange(1, 100_000))))
+        )
     exact = [(n, 1, 0) for n in (5, 100, 1000, 4096, 9000, 32767, 32768)]
     return steps + prompts + exact
 
@@ -84,7 +94,10 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     dtype = DTYPES[layer.dtype]
     pages = held(layer, batch, before + tokens)
     has = layer.attention
-    options = {"softcap": 30.0 if "softcap" in has else None, "window": draw.choice((1, 127, 1024, 4095)) if "window" in has else None}
+    options = {
+        "softcap": 30.0 if "softcap" in has else None,
+        "window": draw.choice((1, 127, 1024, 4095)) if "window" in has else None,
+    }
     options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if "sinks" in has else None
     q = meta(batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
     k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
@@ -103,7 +116,8 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
     ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
     if not layer.static_scales and layer.advance and before == 0:
         cache = PagedKVCache(
-            layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype, rotate_keys=layer.rotate_keys, device="meta",
+            layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype,
+            rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.format.stored_k_mean, v_mean=pages.format.v_mean,
         )  # fmt: skip
         cache.append(0, k, k)
@@ -127,7 +141,8 @@ def dense(layer: Layer, tokens: int, batch: int) -> None:
 def model(layer: Layer) -> None:
     """One layer of a Llama through `FP8Cache`, growing and static."""
     config = LlamaConfig(
-        hidden_size=layer.num_q_heads * layer.head_dim, intermediate_size=64, num_hidden_layers=1, num_attention_heads=layer.num_q_heads,
+        hidden_size=layer.num_q_heads * layer.head_dim, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=layer.num_q_heads,
         num_key_value_heads=layer.num_kv_heads, head_dim=layer.head_dim, vocab_size=64, max_position_embeddings=1 << 17,
     )  # fmt: skip
     config._attn_implementation = fp8.ATTN_IMPLEMENTATION
@@ -137,7 +152,11 @@ def model(layer: Layer) -> None:
         for batch in (1, 3):
             cache = fp8.FP8Cache(built, max_cache_len=length)
             for tokens in (5, 1, 1000, 100, 1, 2, 16, 17):
-                built(meta(batch, tokens, dtype=torch.int64), past_key_values=cache, position_ids=meta(batch, tokens, dtype=torch.int64))
+                built(
+                    meta(batch, tokens, dtype=torch.int64),
+                    past_key_values=cache,
+                    position_ids=meta(batch, tokens, dtype=torch.int64),
+                )
 
 
 def launched(call: Callable[[], object]) -> list[Launch]:
@@ -170,7 +189,11 @@ def main() -> None:
         of_pages, of_dense = set(), set()
         for layer in layers:
             calls = [partial(serve, layer, *size, random.Random(1)) for size in sizes(len(found), 40)]
-            dense_calls = [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)] if name in PLAIN | WITHOUT_DENSE else []
+            dense_calls = (
+                [partial(dense, layer, *size[:2]) for size in sizes(len(found), 20)]
+                if name in PLAIN | WITHOUT_DENSE
+                else []
+            )
             if name in PLAIN:
                 calls.append(partial(model, layer))
             for call in calls + dense_calls:
@@ -181,7 +204,12 @@ def main() -> None:
                     if key not in known and not (call.func is dense and name in WITHOUT_DENSE):
                         missing.setdefault(str(key), f"{call.func.__name__}{call.args[1:]}")
         only_dense = sorted(key[0] for key in known.keys() & of_dense - of_pages)
-        found[name] = {"kernels": sorted(key[0] for key in known), "launches": count, "missing": missing, "only dense": only_dense}
+        found[name] = {
+            "kernels": sorted(key[0] for key in known),
+            "launches": count,
+            "missing": missing,
+            "only dense": only_dense,
+        }
     print(json.dumps(found))
 
 

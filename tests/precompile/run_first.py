@@ -1,4 +1,5 @@
-"""Dry prompts and decode steps through caches, and prints as JSON the launches whose kernels were not prepared before them.
+"""Dry prompts and decode steps through caches, and prints as JSON the launches whose kernels were not prepared before
+them.
 
 A process of its own (`test_first.py` runs it), because plans for the device "meta" are kept for one machine.
 
@@ -42,7 +43,8 @@ def scales(heads: int, dim: int) -> LayerScales:
 def model(heads: int, kv_heads: int, dim: int, batch: int, tokens: int, **options: Any) -> None:
     """A prompt and two decode steps of a Llama of four layers; `means`: with each combination of static means."""
     config = LlamaConfig(
-        hidden_size=heads * dim, intermediate_size=64, num_hidden_layers=4, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        hidden_size=heads * dim, intermediate_size=64, num_hidden_layers=4, num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=dim, vocab_size=64, max_position_embeddings=1 << 17,
     )  # fmt: skip
     with torch.device("meta"):
@@ -55,7 +57,11 @@ def model(heads: int, kv_heads: int, dim: int, batch: int, tokens: int, **option
         if static:
             layer.scales = scales(kv_heads, dim)
     for count in (tokens, 1, 1):
-        built(meta(batch, count, dtype=torch.int64), past_key_values=held, position_ids=meta(batch, count, dtype=torch.int64))
+        built(
+            meta(batch, count, dtype=torch.int64),
+            past_key_values=held,
+            position_ids=meta(batch, count, dtype=torch.int64),
+        )
 
 
 def paged(heads: int, kv_heads: int, dim: int, lengths: list[int], **options: Any) -> None:
@@ -119,7 +125,8 @@ def main() -> None:
             case()
             launched = {(None, specialization(launch)) for launch in made}
         found[name] = {
-            "launched": len(made), "kernels": len(known), "missing": sorted(str(key[1][::2]) for key in launched - known),
+            "launched": len(made), "kernels": len(known),
+            "missing": sorted(str(key[1][::2]) for key in launched - known),
             "unused": sorted(key[1][0] for key in known - launched),
         }  # fmt: skip
     print(json.dumps(found))

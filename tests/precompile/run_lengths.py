@@ -1,4 +1,5 @@
-"""Makes dry calls of a layer for all lengths to 300 and some beyond, and prints as JSON which of their kernels `warmup` does not list.
+"""Makes dry calls of a layer for all lengths to 300 and some beyond, and prints as JSON which of their kernels `warmup`
+does not list.
 
 A process of its own (`test_calls.py` runs it), because plans for the device "meta" are kept for one machine.
 
@@ -26,7 +27,9 @@ SAMPLES = 200  # lengths from 257 to 131,072
 
 
 def calls_of(layer: Layer) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Prompts whole and in chunks, appends, and dense calls with as many keys as queries, with other numbers of keys, and with few."""
+    """Prompts whole and in chunks, appends, and dense calls with as many keys as queries, with other numbers of keys,
+    and with few.
+    """
     draw = random.Random(0)
     lengths = {*range(1, 301), *(int(2 ** draw.uniform(8, 17)) for _ in range(SAMPLES))}
     for tokens in sorted(lengths):
@@ -37,9 +40,15 @@ def calls_of(layer: Layer) -> Iterator[tuple[str, Callable[[], None]]]:
         for batch in {1, draw.choice((2, 3, 5, 16))}:
             if batch * tokens <= MOST:
                 for causal in (True, False):
-                    yield f"dense, {batch} x {tokens}, causal {causal}", partial(calls.attend_new, layer, batch, tokens, causal)
+                    yield (
+                        f"dense, {batch} x {tokens}, causal {causal}",
+                        partial(calls.attend_new, layer, batch, tokens, causal),
+                    )
                 for keys in (int(2 ** draw.uniform(0, 17)), 77):
-                    yield f"dense, {batch} x {tokens}, {keys} keys", partial(calls.attend_new, layer, batch, tokens, False, keys)
+                    yield (
+                        f"dense, {batch} x {tokens}, {keys} keys",
+                        partial(calls.attend_new, layer, batch, tokens, False, keys),
+                    )
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Compiles kernels of a decode step in threads, one of which fails, as for a GPU, and prints as JSON what there is then.
+"""Compiles kernels of a decode step in threads, one of which fails, as for a GPU, and prints as JSON what there is
+then.
 
 A process of its own (`test_first.py` runs it), because a process with TRITON_INTERPRET=1 cannot compile.
 """
@@ -47,7 +48,10 @@ def main() -> None:
     logging.basicConfig(stream=logged, format="%(levelname)s %(message)s", level=logging.INFO)
     compiled: list[str] = []
     threads: set[str] = set()
-    knobs.compilation.listener = lambda *, src, **_: (compiled.append(src.name), threads.add(threading.current_thread().name))
+    knobs.compilation.listener = lambda *, src, **_: (
+        compiled.append(src.name),
+        threads.add(threading.current_thread().name),
+    )
     loaded = compile.loaded
 
     def load(kernel: Any, *args: Any) -> Any:
@@ -63,8 +67,10 @@ def main() -> None:
         left = [made.kernel.fn.__name__ for made in first.record(CALLS, None).values()]
         first.prepare(GPU, CALLS)
     print(json.dumps({
-        "names": [made.kernel.fn.__name__ for made in launches.values()], "compiled": compiled, "threads": sorted(threads), "left": left,
-        "shown": shown, "logged": logged.getvalue(), "at last": list(first.record(CALLS, None)), "alive": threading.active_count(),
+        "names": [made.kernel.fn.__name__ for made in launches.values()], "compiled": compiled,
+        "threads": sorted(threads), "left": left,
+        "shown": shown, "logged": logged.getvalue(), "at last": list(first.record(CALLS, None)),
+        "alive": threading.active_count(),
     }))  # fmt: skip
 
 

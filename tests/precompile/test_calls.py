@@ -14,7 +14,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 def test_no_call_launches_a_kernel_that_is_not_listed(target):
-    """Prompts of 1 to 32k tokens, steps of 1 to 16, batches of 1 to 64, of random lengths and pasts, dense, padded and ragged."""
+    """Prompts of 1 to 32k tokens, steps of 1 to 16, batches of 1 to 64, of random lengths and pasts, dense, padded and
+    ragged.
+    """
     cases = json.loads(compiling.run("-m", "tests.precompile.run_calls", target))
     for case, found in cases.items():
         assert found["launches"] > 1000, case
@@ -25,7 +27,9 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
 
 
 def test_no_length_launches_a_kernel_that_is_not_listed():
-    """Every length to 300, and 200 up to 131,072: prompts, chunks, appends, and dense calls also of other numbers of keys than queries."""
+    """Every length to 300, and 200 up to 131,072: prompts, chunks, appends, and dense calls also of other numbers of
+    keys than queries.
+    """
     found = json.loads(compiling.run("-m", "tests.precompile.run_lengths"))
     assert all(case["launches"] > 5000 for case in found.values())
     assert {name: case["missing"] for name, case in found.items() if case["missing"]} == {}

@@ -1,4 +1,6 @@
-"""The kernels of a cache's first prompt and of the decode steps after it are prepared together, and nothing else is. No GPU is needed."""
+"""The kernels of a cache's first prompt and of the decode steps after it are prepared together, and nothing else is. No
+GPU is needed.
+"""
 
 import json
 
@@ -21,7 +23,9 @@ def cases(request):
 
 @pytest.mark.slow
 def test_all_kernels_of_a_prompt_and_of_decode_steps_are_prepared_before_it(cases):
-    """Prompts of 1 to 9,000 tokens, with static means, exact, softcap, sinks, window, calibrated, counted, E4M3, padded, ragged, static."""
+    """Prompts of 1 to 9,000 tokens, with static means, exact, softcap, sinks, window, calibrated, counted, E4M3,
+    padded, ragged, static.
+    """
     assert {name: case["missing"] for name, case in cases.items() if case["missing"]} == {}
     assert all(case["launched"] >= case["kernels"] - len(case["unused"]) > 0 for case in cases.values())
 
@@ -35,7 +39,9 @@ def test_layers_with_some_means_share_their_kernels(cases):
 
 @pytest.mark.slow
 def test_no_kernel_is_prepared_that_is_not_launched(cases):
-    """Except: `FP8Cache` does not see whether a batch has padding, and the portable kernels cut other windows into other parts."""
+    """Except: `FP8Cache` does not see whether a batch has padding, and the portable kernels cut other windows into
+    other parts.
+    """
     unused = {name.split()[0]: case["unused"] for name, case in cases.items() if case["unused"]}
     assert unused.keys() <= {"batch", "static", "window"}
     assert all(len(case["unused"]) <= 2 for case in cases.values())
@@ -49,7 +55,8 @@ def test_kernels_are_compiled_in_threads_and_one_that_fails_is_left_to_its_launc
     assert all(name.startswith("fp8attn-compile") for name in found["threads"])
     assert found["left"] == ["_combine_kernel"] and found["at last"] == [] and found["alive"] == 1
     assert (
-        "WARNING _combine_kernel did not compile before it was needed (OSError: no space left). Its launch compiles it" in found["logged"]
+        "WARNING _combine_kernel did not compile before it was needed (OSError: no space left). Its launch compiles it"
+        in found["logged"]
     )
     assert found["logged"].count("INFO") in (2, 4)  # the second call may end before progress is shown
     line = found["shown"].rstrip()
@@ -69,7 +76,9 @@ def test_nothing_is_prepared_in_compiled_code_or_while_a_graph_is_captured(monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     first.prepare(torch.device("cuda", 0), [])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("Dynamo cannot query the stream"))
+    monkeypatch.setattr(
+        torch.cuda, "is_current_stream_capturing", lambda: pytest.fail("Dynamo cannot query the stream")
+    )
     first.prepare(torch.device("cuda", 0), [])
 
 

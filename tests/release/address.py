@@ -1,4 +1,5 @@
-"""Writes the address of the repository into what is published, for the workflow that publishes it: only there is the address known.
+"""Writes the address of the repository into what is published, for the workflow that publishes it: only there is the
+address known.
 
 python tests/release/address.py https://github.com/OWNER/NAME v0.2.0    # changes README.md and pyproject.toml
 """
@@ -13,7 +14,12 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")  # of Markdow
 
 def readme(text: str, address: str, tag: str) -> str:
     """README.md as an index of packages shows it: there, links to files of the repository lead nowhere."""
-    text = re.sub(r"^# in a clone of this repository.*$", rf"git clone {address} fp8attn && cd fp8attn  \g<0>", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^# in a clone of this repository.*$",
+        rf"git clone {address} fp8attn && cd fp8attn  \g<0>",
+        text,
+        flags=re.MULTILINE,
+    )
     return LINK.sub(lambda m: f"{m[1]}[{m[2]}]({address}/{'raw' if m[1] else 'blob'}/{tag}/{m[3]})", text)
 
 

@@ -1,4 +1,6 @@
-"""Environments of their own for what is published: torch and safetensors, copied by links, and what pip adds to a copy."""
+"""Environments of their own for what is published: torch and safetensors, copied by links, and what pip
+adds to a copy.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def base() -> Path:
         if not (folder / "complete").exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
             install(folder / "bin/python", "torch", "safetensors")
-            run(folder / "bin/python", "-c", "import torch, safetensors.torch", cwd=folder)  # compiles what all copies import
+            run(
+                folder / "bin/python", "-c", "import torch, safetensors.torch", cwd=folder
+            )  # compiles what all copies import
             (folder / "complete").touch()
     return folder
 
@@ -74,7 +78,11 @@ def environment(kind: str, extra: str, folder: Path, *more: str) -> Iterator[Pat
     copy = folder / "environment"
     shutil.copytree(base(), copy, symlinks=True, copy_function=os.link)
     try:
-        install(copy / "bin/python", f"{distribution(kind, folder)}[{extra}]" if extra else distribution(kind, folder), *more)
+        install(
+            copy / "bin/python",
+            f"{distribution(kind, folder)}[{extra}]" if extra else distribution(kind, folder),
+            *more,
+        )
         yield copy / "bin/python"
     finally:
         shutil.rmtree(copy)

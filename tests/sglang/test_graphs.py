@@ -1,4 +1,5 @@
-"""Steps that CUDA graphs of decodes replay, called in the order of SGLang's `DecodeCudaGraphRunner`, on a CPU: no graph is recorded.
+"""Steps that CUDA graphs of decodes replay, called in the order of SGLang's `DecodeCudaGraphRunner`, on a CPU: no graph
+is recorded.
 
 What a graph would do is done by the layer with the step that was there when it was recorded.
 """
@@ -78,8 +79,8 @@ def addresses(step):
 
 
 def test_graphs_read_the_sequences_of_each_step(backend):
-    """Replayed and eager steps write the same bytes and give the same bits: with padding, over a page's end, with requests that come and
-    go."""
+    """Replayed and eager steps write the same bytes and give the same bits: with padding, over a page's end, with
+    requests that come and go."""
     runner, graph, eager = Runner(backend), layer_of(), layer_of()
     before = {size: addresses(step) for size, step in runner.steps.items()}
     lengths = {1: 250, 2: 126, 3: 1}

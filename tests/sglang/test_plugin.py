@@ -1,4 +1,6 @@
-"""The plugin in SGLang without an engine: its registration, what SGLang refuses with it, and the memory of the pages."""
+"""The plugin in SGLang without an engine: its registration, what SGLang refuses with it, and the memory of
+the pages.
+"""
 
 from types import SimpleNamespace
 
@@ -51,7 +53,10 @@ def test_other_backends_are_left_alone():
     ("options", "reason"),
     [
         ({"page_size": 64}, "a page has 128 tokens, and SGLang's would have 64: leave out --page-size"),
-        ({"attention_backend": "torch_native", "decode_attention_backend": "fp8attn"}, "prompts and decodes read the same pages"),
+        (
+            {"attention_backend": "torch_native", "decode_attention_backend": "fp8attn"},
+            "prompts and decodes read the same pages",
+        ),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not used"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is True"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is True; it moves tokens of K and V"),
@@ -66,7 +71,9 @@ def test_what_is_refused_before_the_start(options, reason):
         resolved(**options)
 
 
-@pytest.mark.parametrize(("decode", "prefill"), [("full", "breakable"), ("breakable", "full"), ("disabled", "disabled")])
+@pytest.mark.parametrize(
+    ("decode", "prefill"), [("full", "breakable"), ("breakable", "full"), ("disabled", "disabled")]
+)
 def test_graphs_of_decodes_alone(caplog, decode, prefill):
     """Those that one graph records whole. Warnings name what has not run and what is not supported."""
     given = CudaGraphConfig.from_dict({"decode": {"backend": decode}, "prefill": {"backend": prefill}})
@@ -74,14 +81,20 @@ def test_graphs_of_decodes_alone(caplog, decode, prefill):
     assert (found.decode.backend, found.prefill.backend) == ("full" if decode == "full" else "disabled", "disabled")
     assert (given.decode.backend, given.prefill.backend) == (decode, prefill)
     assert ("have never run on a GPU" in caplog.text) == (decode == "full")
-    for phase, backend, stays in (("decode", decode, decode != "breakable"), ("prefill", prefill, prefill == "disabled")):
+    for phase, backend, stays in (
+        ("decode", decode, decode != "breakable"),
+        ("prefill", prefill, prefill == "disabled"),
+    ):
         assert (f"CUDA graphs of the form {backend} are disabled for {phase}" in caplog.text) == (not stays)
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=400, num_attention_heads=4, head_dim=100), "its head_dim is 100"),
+        (
+            LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=400, num_attention_heads=4, head_dim=100),
+            "its head_dim is 100",
+        ),
         (DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"]), "it has multi-head latent attention"),
     ],
     ids=["head_dim", "mla"],

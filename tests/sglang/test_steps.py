@@ -54,7 +54,12 @@ def test_prompts(backend, mode):
 def test_idle_and_other_steps(backend):
     backend.init_forward_metadata(batch(ForwardMode.IDLE, []))
     assert backend.forward_metadata is None
-    for mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND):
+    for mode in (
+        ForwardMode.TARGET_VERIFY,
+        ForwardMode.DRAFT_EXTEND_V2,
+        ForwardMode.SPLIT_PREFILL,
+        ForwardMode.DLLM_EXTEND,
+    ):
         with pytest.raises(UsageError, match=f"steps of the form {mode.name}"):
             backend.init_forward_metadata(batch(mode, [300, 40], [44, 40]))
 

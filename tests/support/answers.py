@@ -1,7 +1,7 @@
 """The greedy answers of engines to 20 prompts of this repository's model, each engine in a process of its own.
 
-`tests.vllm.run_answers` and `tests.sglang.run_answers` are such processes: `python -m MODULE WAY [ENGINE_OPTIONS_AS_JSON]`. The last line
-of the output is `ANSWERS` and a JSON object.
+`tests.vllm.run_answers` and `tests.sglang.run_answers` are such processes:
+`python -m MODULE WAY [ENGINE_OPTIONS_AS_JSON]`. The last line of the output is `ANSWERS` and a JSON object.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Runs Python in a separate process in which Triton compiles. The test's process may have the interpreter (`conftest.py`)."""
+"""Runs Python in a separate process in which Triton compiles. The test's process may have the interpreter
+(`conftest.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,26 @@ def environment() -> dict[str, str]:
 
 
 def run(*arguments: str | Path, **variables: str) -> str:
-    """The output of `python *arguments`, run in the repository with these environment variables. It must exit with 0."""
+    """The output of `python *arguments`, run in the repository with these environment variables.
+    It must exit with 0.
+    """
     ended = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment() | variables, capture_output=True, text=True, timeout=HANG, check=False
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
 
 def call(module: str, function: str, *arguments: Any) -> Any:
-    """Call `module.function(*arguments)` in a process that runs as long as this one, so that only the first call imports Triton."""
+    """Call `module.function(*arguments)` in a process that runs as long as this one, so that only the first call
+    imports Triton.
+    """
     with patch.dict(os.environ, environment(), clear=True):  # a process that begins inherits it
         answer = _beside()(module, function, *arguments)
     assert answer is not None, f"{module}.{function}{arguments} crashed, or did not end within {HANG} s"

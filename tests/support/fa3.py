@@ -1,23 +1,27 @@
-"""Imitations of builds of FlashAttention-3: the schemas of real builds, with an emulated kernel. (`conftest.builds` installs them.)"""
+"""Imitations of builds of FlashAttention-3: the schemas of real builds, with an emulated kernel. (`conftest.builds`
+installs them.)
+"""
 
 import torch
 
 HEAD = (
     "Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = None, "
-    "Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = None, "
-    "Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, Tensor? page_table = None, "
-    "Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, Tensor? rotary_cos = None, Tensor? rotary_sin = None, "
-    "Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = None, Tensor? v_descale = None, "
+    "Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None, Tensor? cu_seqlens_k_new = "
+    "None, Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None, "
+    "Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None, Tensor? rotary_cos = None, "
+    "Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None, Tensor? k_descale = None, "
+    "Tensor? v_descale = None, "
 )
 UPSTREAM = (  # flash-attention's own, and fa3-fwd 0.0.3's
-    HEAD + "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
-    "int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, "
-    "int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0"
+    HEAD
+    + "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1, "
+    "int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, Tensor? scheduler_metadata = "
+    "None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0"
 )
 VLLM = HEAD.replace(" = None", "") + (  # 0.22's: no defaults, and arguments of its own
-    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, bool is_rotary_interleaved, "
-    "Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, "
-    "Tensor? cp_tot_seqused_k"
+    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, float softcap, bool "
+    "is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux, "
+    "int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k"
 )
 
 
@@ -33,15 +37,17 @@ def exact(q, k, v, scale, causal):
 
 
 def in_the_tensor_core(products, acc):
-    """`acc + products.sum(0)` as a Hopper FP8 tensor core computes it: all terms are truncated below 2^-13 of the power of two of the
-    largest one."""
+    """`acc + products.sum(0)` as a Hopper FP8 tensor core computes it: all terms are truncated below 2^-13 of the power
+    of two of the largest one."""
     largest = torch.maximum(acc.abs(), products.abs().amax(0))
     unit = torch.exp2(torch.floor(torch.log2(largest)) - 13)
     return ((acc / unit).trunc() + (products / unit).trunc().sum(0)) * unit
 
 
 def equal_weights(k, v, levels):
-    """The output `[head_dim]` of a kernel for keys that all weigh the same: 32 products at a time, two-level every 128."""
+    """The output `[head_dim]` of a kernel for keys that all weigh the same:
+    32 products at a time, two-level every 128.
+    """
     assert not k.float().any()
     v = v[0, :, 0].double() * 256.0  # weights are held as 2^8
     total = torch.zeros(v.shape[1], dtype=torch.float64)
@@ -66,7 +72,9 @@ class Fake:
         self.defaults = {argument.name: argument.default_value for argument in arguments}
 
     def forward(self, *args, **named):
-        given = self.defaults | dict(zip(self.defaults, args, strict=False)) | named  # the dispatcher leaves out what is default
+        given = (
+            self.defaults | dict(zip(self.defaults, args, strict=False)) | named
+        )  # the dispatcher leaves out what is default
         self.calls.append(given)
         return [given["out"].copy_(self.attend(given))]
 
@@ -78,7 +86,12 @@ class Fake:
         if flat:
             q, k, v = (x.unflatten(0, (-1, given[f"max_seqlen_{n}"])) for x, n in ((q, "q"), (k, "k"), (v, "k")))
         q, k, v = (
-            x.double() * (1.0 if scale is None else scale.double().repeat_interleave(x.shape[2] // scale.shape[1], 1)[:, None, :, None])
+            x.double()
+            * (
+                1.0
+                if scale is None
+                else scale.double().repeat_interleave(x.shape[2] // scale.shape[1], 1)[:, None, :, None]
+            )
             for x, scale in zip((q, k, v), (given[f"{n}_descale"] for n in "qkv"), strict=True)
         )
         out = exact(q, k, v, given["softmax_scale"], given["is_causal"])

@@ -1,4 +1,6 @@
-"""What tests of the Triton kernels in Triton's interpreter share. Modules that import this are skipped where kernels are compiled."""
+"""What tests of the Triton kernels in Triton's interpreter share. Modules that import this are skipped where kernels
+are compiled.
+"""
 
 import os
 

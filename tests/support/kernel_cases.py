@@ -1,4 +1,6 @@
-"""What the kernel tests share, in the interpreter and on a GPU: caches with poison in unused bytes, cases, and the one tolerance."""
+"""What the kernel tests share, in the interpreter and on a GPU: caches with poison in unused bytes, cases, and the one
+tolerance.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ POISON = 0x7F  # NaN in E4M3, and the largest number in INT8
 
 
 def assert_kernel_error(out: torch.Tensor, ref: torch.Tensor) -> float:
-    """Fails unless `out` is `ref` (float64) to within KERNEL_ERROR and what `out.dtype` rounds off: `e^2 <= 3e-4^2 + rounding^2`."""
+    """Fails unless `out` is `ref` (float64) to within KERNEL_ERROR and what `out.dtype` rounds off:
+    `e^2 <= 3e-4^2 + rounding^2`.
+    """
     assert not out.isnan().any(), "NaN in the output"
     if not ref.any():
         assert not out.any()
@@ -46,7 +50,9 @@ def assert_lse(lse: torch.Tensor, ref: torch.Tensor, slack: float = 0.0) -> None
 def poison_empty(monkeypatch) -> None:
     """Make `torch.empty` return NaN, so that outputs and scratch memory that a kernel does not write become visible."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: x.fill_(torch.nan) if (x := empty(*a, **k)).is_floating_point() else x)
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: x.fill_(torch.nan) if (x := empty(*a, **k)).is_floating_point() else x
+    )
 
 
 def pairwise(factors: dict[str, list], seed: int = 0) -> list[dict]:
@@ -55,7 +61,9 @@ def pairwise(factors: dict[str, list], seed: int = 0) -> list[dict]:
     names = list(factors)
     pairs = lambda case: {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(range(len(names)), 2)}  # noqa: E731
     sizes = [range(len(factors[name])) for name in names]
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]}
+    missing = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(range(len(names)), 2) for x in sizes[a] for y in sizes[b]
+    }
     cases = []
     while missing:
         (a, x), (b, y) = min(missing)
@@ -89,11 +97,12 @@ def random_tokens(tokens: int, heads: int, head_dim: int, dtype, device="cpu", s
 
 
 def empty_cache(
-    lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2, key_dtype: KeyDtype = "int8",
+    lengths: list[int], heads: int, head_dim: int, device="cpu", mean: float = 0.0, spare: int = 2,
+    key_dtype: KeyDtype = "int8",
     rotate: bool = True,
 ) -> KVPages:  # fmt: skip
-    """Pages for `lengths`, shuffled. K, the scales and the pages that no table names are poisoned. The means are normal values times
-    `mean`, or None if that is 0."""
+    """Pages for `lengths`, shuffled. K, the scales and the pages that no table names are poisoned. The means are normal
+    values times `mean`, or None if that is 0."""
     columns = max(1, -(-max(lengths) // PAGE_SIZE))
     num_seqs = len(lengths)
     k_mean, v_mean = (torch.randn(heads, head_dim, device=device) * mean if mean else None for _ in "kv")
@@ -133,17 +142,25 @@ APPEND_FACTORS = {
     "mean": [0.0, 0.5],
 }
 _EDGE = {
-    "head_dim": 64, "dtype": torch.bfloat16, "heads": 1, "strided": False, "key_dtype": "int8", "rotate": True, "mean": 0.5,
+    "head_dim": 64, "dtype": torch.bfloat16, "heads": 1, "strided": False, "key_dtype": "int8", "rotate": True,
+    "mean": 0.5,
 }  # fmt: skip
 APPEND_EDGES = {
     "a step across pages": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False},
     "a step across pages, static": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": True},
     "the longest step": _EDGE | {"lengths": [112, 113, 0], "new": [16, 16, 16], "grow": False, "static": False},
     "the shortest prompt": _EDGE | {"lengths": [112, 113, 0], "new": [17, 16, 1], "grow": True, "static": False},
-    "more heads than turns": _EDGE | {"heads": 40, "lengths": [3, 127, 0], "new": [1, 1, 1], "grow": False, "static": False},
-    "a step across pages, e4m3": _EDGE | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False, "key_dtype": "e4m3"},
+    "more heads than turns": _EDGE
+    | {"heads": 40, "lengths": [3, 127, 0], "new": [1, 1, 1], "grow": False, "static": False},
+    "a step across pages, e4m3": _EDGE
+    | {"lengths": [127, 120, 5], "new": [3, 16, 1], "grow": True, "static": False, "key_dtype": "e4m3"},
     "many sequences": _EDGE
-    | {"lengths": [i % 7 * 40 for i in range(133)], "new": [i % 19 * (i % 6 == 0) for i in range(133)], "grow": False, "static": False},
+    | {
+        "lengths": [i % 7 * 40 for i in range(133)],
+        "new": [i % 19 * (i % 6 == 0) for i in range(133)],
+        "grow": False,
+        "static": False,
+    },
 }
 
 _WIDE = _EDGE | {"head_dim": 512, "grow": True, "static": False}
@@ -159,17 +176,23 @@ def check_append(append, case: dict, device="cpu") -> None:
     """The kernel's bytes, scales and lengths are the reference's, on every token written; V's tail is finite."""
     heads, head_dim, dtype, lengths, new = (case[name] for name in ("heads", "head_dim", "dtype", "lengths", "new"))
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
-    expected = empty_cache(totals, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"])
+    expected = empty_cache(
+        totals, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"]
+    )
     if case["static"]:
         expected.k_scale.fill_(0.01 if CODECS[case["key_dtype"]].is_integer else 2.0**-7)
         expected.v_scale.fill_(2.0**-8)
-    fill(expected, *(random_tokens(sum(lengths), heads, head_dim, dtype, device) for _ in "kv"), lengths, case["static"])
+    fill(
+        expected, *(random_tokens(sum(lengths), heads, head_dim, dtype, device) for _ in "kv"), lengths, case["static"]
+    )
 
     tokens = sum(new)
     kv = torch.stack([random_tokens(tokens, heads, head_dim, dtype, device, 6) for _ in "kv"], 1)
     kv = kv * (512.0 if case["grow"] else 0.5)
     chance = torch.rand(kv.shape, device=device)
-    if not CODECS[case["key_dtype"]].has_nan:  # NaN is the scale of a page that has one, or, rotated, Inf: in few pages, or none shows more
+    if not CODECS[
+        case["key_dtype"]
+    ].has_nan:  # NaN is the scale of a page that has one, or, rotated, Inf: in few pages, or none shows more
         chance[:, 0][torch.rand(tokens, device=device) < 0.99] = 0.5
     kv[chance < 0.006] = -0.0
     kv[chance < 0.003] = torch.nan
@@ -190,7 +213,10 @@ def check_append(append, case: dict, device="cpu") -> None:
         ids = actual.page_table[seq, : -(-total // PAGE_SIZE)].long()
         for name, unpack in (("k", unpack_k), ("v", unpack_v)):
             ours, theirs = (getattr(p, f"{name}_scale")[ids] for p in (actual, expected))
-            assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (name, seq)
+            assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num()), (
+                name,
+                seq,
+            )
             ours, theirs = (unpack(getattr(p, name).view(torch.uint8)[ids]) for p in (actual, expected))
             if name == "v" or CODECS[case["key_dtype"]].has_nan:
                 ours, theirs = (torch.where(x == 0xFF, POISON, x) for x in (ours, theirs))  # a NaN may lose its sign
@@ -217,8 +243,9 @@ def check_counted(
 ) -> None:
     """`append(advance=False)` writes the bytes of an append that advances the lengths, and leaves the lengths.
 
-    Two more sequences pad the batch, as engines pad it: their length is 0, `cu_seqlens` is flat at its end, and their rows of the page
-    table name pages that do not exist. Without `cu_seqlens`, they have as many new tokens as the others.
+    Two more sequences pad the batch, as engines pad it: their length is 0, `cu_seqlens` is flat at its end, and their
+    rows of the page table name pages that do not exist. Without `cu_seqlens`, they have as many new tokens as the
+    others.
     """
     uniform = len(set(new)) == 1
     totals = [a + b for a, b in zip(lengths, new, strict=True)]
@@ -262,18 +289,30 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     """The kernel's pages are the reference's, the headers' zeros and V's tail too, and so are queries after RoPE."""
     (batch, heads, length), head_dim, dtype = case["shape"], case["head_dim"], case["dtype"]
     given_bytes = dtype == FP8
-    k, v = (random_tokens(batch * length, heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, length)) for _ in "kv")
+    k, v = (
+        random_tokens(batch * length, heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, length))
+        for _ in "kv"
+    )
     k[-1, length // 2, 0, 5], v[0, 3, 0, 7] = torch.nan, -torch.inf
     k, v = (x.to(dtype).transpose(1, 2) for x in (k, v))
     if not case["transposed"]:
         k, v = k.contiguous(), v.contiguous()
     rotary = 0 if given_bytes else min(head_dim, case["rotary"]) if case["rotary"] != "all" else head_dim
     # More queries than keys, some of which the same program has, in another order of memory, with other angles.
-    q = random_tokens(batch * 270, 3 * heads, head_dim, torch.float32, device, 6).unflatten(0, (batch, 270)).to(dtype).transpose(1, 2)
+    q = (
+        random_tokens(batch * 270, 3 * heads, head_dim, torch.float32, device, 6)
+        .unflatten(0, (batch, 270))
+        .to(dtype)
+        .transpose(1, 2)
+    )
     q = q.contiguous() if case["transposed"] else q
-    angles = (torch.randn(batch, count, half, device=device) * 10 for count, half in ((length, rotary // 2), (270, head_dim // 2)))
+    angles = (
+        torch.randn(batch, count, half, device=device) * 10
+        for count, half in ((length, rotary // 2), (270, head_dim // 2))
+    )
     k_mean, v_mean = (
-        torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None for _ in "kv"
+        torch.randn(heads, head_dim, device=device) * case["mean"] if case["mean"] and not given_bytes else None
+        for _ in "kv"
     )
     tables = [Rope(angle.cos(), angle.sin(), case["interleaved"]) for angle in angles]
     ropes = [DenseRope(*tables, q, torch.empty_like(q)) if rotary else None for _ in range(2)]
@@ -283,7 +322,9 @@ def check_from_dense(from_dense, case: dict, device="cpu") -> None:
     if rotary:
         outs = torch.stack([rope.out for rope in ropes])
         assert torch.equal(*outs.isnan()) and torch.equal(*outs.nan_to_num()) and outs.isfinite().any()
-    assert torch.equal(actual.page_table, expected.page_table) and torch.equal(actual.cache_seqlens, expected.cache_seqlens)
+    assert torch.equal(actual.page_table, expected.page_table) and torch.equal(
+        actual.cache_seqlens, expected.cache_seqlens
+    )
     assert actual.format is expected.format is form
     rest = actual.pool.view(torch.float32)[..., -HEADER // 4 :]
     assert not rest[..., 2:].any()
@@ -323,13 +364,17 @@ ATTENTION_WIDE = {  # head_dim 512, on tiles of its own
     "decode": _WIDE_ATTENTION | {"heads": (2, 2), "splits": 3, "mean": 2.0, "leftpad": True, "softcap": 20.0},
     "decode, e4m3": _WIDE_ATTENTION | {"key_dtype": "e4m3", "rotate": False, "sinks": True, "mask": "window 140"},
     "prefill": _WIDE_ATTENTION | {"lengths": [2, 130, 0], "queries": 130, "mean": 2.0, "dtype": torch.bfloat16},
-    "prefill, parts": _WIDE_ATTENTION | {"lengths": [2, 200, 0], "queries": 130, "splits": 3, "mask": "window 140", "leftpad": True},
-    "prefill, e4m3": _WIDE_ATTENTION | {"lengths": [1, 140, 3], "queries": 7, "key_dtype": "e4m3", "mask": "full", "splits": 3},
+    "prefill, parts": _WIDE_ATTENTION
+    | {"lengths": [2, 200, 0], "queries": 130, "splits": 3, "mask": "window 140", "leftpad": True},
+    "prefill, e4m3": _WIDE_ATTENTION
+    | {"lengths": [1, 140, 3], "queries": 7, "key_dtype": "e4m3", "mask": "full", "splits": 3},
 }
 
 
 class _MeanApart(NamedTuple):
-    """Pages for the reference that have `[k, mean]` for keys, so that queries `[a, b]` have the scores `a . k + b . mean`."""
+    """Pages for the reference that have `[k, mean]` for keys, so that queries `[a, b]` have the scores
+    `a . k + b . mean`.
+    """
 
     pages: KVPages
     num_seqs: int
@@ -339,13 +384,16 @@ class _MeanApart(NamedTuple):
     def read(self, seq: int, length: int, dtype: torch.dtype, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.pages.format
         (k, _), (with_mean, v) = (
-            pages.read(seq, length, dtype, first) for pages in (replace(self.pages, format=replace(form, stored_k_mean=None)), self.pages)
+            pages.read(seq, length, dtype, first)
+            for pages in (replace(self.pages, format=replace(form, stored_k_mean=None)), self.pages)
         )
         return torch.cat([k, with_mean - k], -1), torch.cat([v, torch.zeros_like(v)], -1)
 
 
 def exact_attention(q: torch.Tensor, pages: KVPages, arguments: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE in float64 of what kernels multiply: K by the rotated Q in FP16, each row's exponent apart; K's mean by all of Q."""
+    """Output and LSE in float64 of what kernels multiply: K by the rotated Q in FP16, each row's exponent apart; K's
+    mean by all of Q.
+    """
     a = b = q.double()
     if pages.format.rotate:
         rotated = rotation.rotate(q.float())
@@ -364,18 +412,33 @@ def run_attention(attention, pages: KVPages, q, arguments: dict) -> float:
     assert out.dtype == q.dtype
     assert out.shape == q.shape
     slack = 0.0
-    if pages.format.rotate and q.is_cuda:  # where a compiler fuses the rotation's products and sums, an element may round the other way
-        rows = (rotation.rotate(q.float()).abs().amax(-1) * 2.0**-11).max()  # half a unit in the last place of FP16, of the largest
-        keys = max(float(pages.read(seq, length)[0].abs().max()) for seq, length in enumerate(pages.cache_seqlens.tolist()) if length)
+    if (
+        pages.format.rotate and q.is_cuda
+    ):  # where a compiler fuses the rotation's products and sums, an element may round the other way
+        rows = (
+            rotation.rotate(q.float()).abs().amax(-1) * 2.0**-11
+        ).max()  # half a unit in the last place of FP16, of the largest
+        keys = max(
+            float(pages.read(seq, length)[0].abs().max())
+            for seq, length in enumerate(pages.cache_seqlens.tolist())
+            if length
+        )
         slack = 2 * float(rows) * keys * abs(arguments["softmax_scale"])
     assert_lse(lse, ref_lse, slack)
     return assert_kernel_error(out, ref)
 
 
 def check_out(
-    backend: str, head_dim: int, queries: int, device="cpu", lengths: tuple[int, ...] = (300, 130, 140), heads: int = 2, **options
+    backend: str,
+    head_dim: int,
+    queries: int,
+    device="cpu",
+    lengths: tuple[int, ...] = (300, 130, 140),
+    heads: int = 2,
+    **options,
 ) -> None:
-    """`attention(out=...)` writes the bits of a call without it, rows after the last sequence too, and nothing around them.
+    """`attention(out=...)` writes the bits of a call without it, rows after the last sequence too, and nothing around
+    them.
 
     Queries are cut out of a fused projection. The last output is at an address that is no multiple of 16 bytes.
     """
@@ -399,7 +462,9 @@ def check_out(
 def check_attention(attention, case: dict, device="cpu") -> float:
     """One case of ATTENTION_FACTORS against float64 on the same bytes (`splits` is for the caller to arrange)."""
     (heads, group), head_dim, lengths = case["heads"], case["head_dim"], case["lengths"]
-    pages = empty_cache(lengths, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"])
+    pages = empty_cache(
+        lengths, heads, head_dim, device, case["mean"], key_dtype=case["key_dtype"], rotate=case["rotate"]
+    )
     fill(pages, *(random_tokens(sum(lengths), heads, head_dim, torch.float16, device) for _ in "kv"), lengths)
     # As many queries as there are tokens at most, but for the first sequence, whose first rows then see nothing.
     most = case["queries"]

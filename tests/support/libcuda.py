@@ -16,6 +16,7 @@ def build(folder: Path) -> dict[str, str]:
     include = Path(triton.__file__).parent / "backends/nvidia/include"
     source = Path(__file__).with_name("stub_cuda.c")
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", f"-I{include}", source, "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"], check=True
+        ["gcc", "-shared", "-fPIC", f"-I{include}", source, "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1"],
+        check=True,
     )
     return {"LD_LIBRARY_PATH": str(folder)}

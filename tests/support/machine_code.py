@@ -55,12 +55,18 @@ class Built(NamedTuple):
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.kernel.asm["cubin"])
             file.flush()
-            return Sass(subprocess.run([knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True).stdout)
+            return Sass(
+                subprocess.run(
+                    [knobs.nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True
+                ).stdout
+            )
 
 
 @contextlib.contextmanager
 def dry() -> Iterator[tuple[list[Launch], pytest.MonkeyPatch]]:
-    """A context in which launchers run without a GPU. Yields the list of their launches, and a monkeypatch for questions to the device."""
+    """A context in which launchers run without a GPU. Yields the list of their launches, and a monkeypatch for
+    questions to the device.
+    """
     with pytest.MonkeyPatch.context() as patch, recording(dry=True) as launches:
         yield launches, patch
 
@@ -130,12 +136,14 @@ class Sass:
         return found
 
     def overwritten_operand(self) -> str:
-        """The first instruction that, on some path, writes a register which a running MMA reads: its left operand, up to the wait that ends
-        its group. ptxas before 13.3 makes such code (triton-lang/triton#9433)."""
+        """The first instruction that, on some path, writes a register which a running MMA reads: its left operand, up
+        to the wait that ends its group. ptxas before 13.3 makes such code (triton-lang/triton#9433)."""
         reads = [_left_operand(text) for text in self.code]
         writes = [_written(text) for text in self.code]
         follow = self.follow()
-        todo: list[tuple[int, tuple[frozenset[int], ...]]] = [(0, (frozenset(),))]  # registers of running groups; the last has not ended
+        todo: list[tuple[int, tuple[frozenset[int], ...]]] = [
+            (0, (frozenset(),))
+        ]  # registers of running groups; the last has not ended
         seen = set(todo)
         while todo:
             i, groups = todo.pop()
@@ -157,8 +165,10 @@ class Sass:
     def unset_register(self) -> str:
         """The first MMA or uniform instruction that reads a uniform register which not every path to it has written.
 
-        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them only. A move of
-        such a register is no fault, but its result is unset, too: ptxas 13.4 moves all parts of a register pair and then writes one again.
+        ptxas 12.8 shares what it computes of a wgmma descriptor between two branches, and may compute it in one of them
+        only. A move of
+        such a register is no fault, but its result is unset, too: ptxas 13.4 moves all parts of a register pair and
+        then writes one again.
         """
         reads, writes, follow = [], [], self.follow()
         moves = [parts(text)[0] == "UMOV" for text in self.code]

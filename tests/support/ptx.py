@@ -13,8 +13,9 @@ from typing import Any
 def normalized(ptx: str) -> str:
     """PTX without its locations, names and versions: if this text of two kernels is equal, their machine code is, too.
 
-    It leaves out source locations (`.loc`, `.file`, debug sections, labels that only these use), comments, white space and the version of
-    the PTX language. It renames functions and their parameters (`function0`), and labels (`label0`), in the order in which they appear. All
+    It leaves out source locations (`.loc`, `.file`, debug sections, labels that only these use), comments, white space
+    and the version of the PTX language. It renames functions and their parameters (`function0`), and labels (`label0`),
+    in the order in which they appear. All
     the rest stays: the target, instructions, registers, sizes of arrays, limits of threads and registers.
     """
     text = re.sub(r"//[^\n]*", "", ptx)
@@ -36,7 +37,9 @@ def digest(value: Any) -> str:
 
 def of_launches(launches: Iterable[tuple[Any, str]]) -> str:
     """The fingerprint of `launch.Launch`es, each with the digest of its PTX. Launches by torch are not among them."""
-    found = [(ptx, made.grid, bool(made.constants.get("launch_pdl")), list(_numbers(made.args))) for made, ptx in launches]
+    found = [
+        (ptx, made.grid, bool(made.constants.get("launch_pdl")), list(_numbers(made.args))) for made, ptx in launches
+    ]
     if not found:
         raise ValueError("this call launches no kernel through kernels.launch")
     return "launches:" + digest(found)

@@ -78,9 +78,15 @@ def main() -> None:
     plain = ptx(kernel)
     variants = {
         "meta": ptx(kernel, device="meta"),
-        "moved": ptx(jitted("moved", "# one line\n# another\n" + SOURCE.replace("    i = ", "    # a comment\n    i = "))),
-        "docstring": ptx(jitted("docstring", SOURCE.replace("y = x scaled.", "Something else.").replace("in a loop", "of floats"))),
-        "renamed": ptx(jitted("renamed", SOURCE.replace("power", "raised").replace("kernel(", "scaled(").replace("stride", "step"))),
+        "moved": ptx(
+            jitted("moved", "# one line\n# another\n" + SOURCE.replace("    i = ", "    # a comment\n    i = "))
+        ),
+        "docstring": ptx(
+            jitted("docstring", SOURCE.replace("y = x scaled.", "Something else.").replace("in a loop", "of floats"))
+        ),
+        "renamed": ptx(
+            jitted("renamed", SOURCE.replace("power", "raised").replace("kernel(", "scaled(").replace("stride", "step"))
+        ),
     }
     with knobs.compilation.scope():
         knobs.compilation.disable_line_info = True

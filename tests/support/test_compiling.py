@@ -24,7 +24,9 @@ def test_a_failed_call_says_how_and_the_next_one_works():
 
 
 def test_a_script_sees_the_repository():
-    code = "import fp8attn, benchmarks, json, os; print(json.dumps([os.getcwd(), fp8attn.__file__, os.getenv('GIVEN')]))"
+    code = (
+        "import fp8attn, benchmarks, json, os; print(json.dumps([os.getcwd(), fp8attn.__file__, os.getenv('GIVEN')]))"
+    )
     folder, package, given = json.loads(compiling.run("-c", code, GIVEN="x"))
     assert Path(folder) == compiling.ROOT and Path(package).is_relative_to(compiling.ROOT) and given == "x"
     with pytest.raises(AssertionError, match="ZeroDivisionError"):

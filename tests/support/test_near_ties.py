@@ -8,7 +8,10 @@ from tests.support.near_ties import differences
 
 
 def engine_of(answer, *steps):
-    return {"answers": [answer], "logprobs": [[{str(token): logprob for token, logprob in step.items()} for step in steps]]}
+    return {
+        "answers": [answer],
+        "logprobs": [[{str(token): logprob for token, logprob in step.items()} for step in steps]],
+    }
 
 
 def test_tokens_after_the_first_that_differs_do_not_count():

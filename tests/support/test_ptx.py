@@ -17,7 +17,9 @@ def printed(tmp_path_factory) -> dict:
 
 
 def test_specialized_as_at_a_launch(printed):
-    """Strides that are 1, multiples of 16 and neither, addresses that are aligned and not, two targets; tensors of "meta" give the same."""
+    """Strides that are 1, multiples of 16 and neither, addresses that are aligned and not, two targets; tensors of
+    "meta" give the same.
+    """
     assert set(printed["different"].values()) == {True}, printed["different"]
     assert printed["identical"]["meta"]
     assert min(printed["targets"]) > 0
@@ -28,7 +30,13 @@ def test_locations_and_names_are_no_part_of_a_fingerprint(printed):
     assert set(printed["same as plain"].values()) == {True}, printed["same as plain"]
     assert not printed["identical"]["moved"] and not printed["identical"]["renamed"]
     text = printed["normalized"]
-    assert "kernel" not in text and "//" not in text and ".loc" not in text and ".version" not in text and "debug" not in text
+    assert (
+        "kernel" not in text
+        and "//" not in text
+        and ".loc" not in text
+        and ".version" not in text
+        and "debug" not in text
+    )
     for kept in (".target sm_90", ".reqntid 128", "cp.async.bulk.tensor", "bra", "label0:", ".entry function0("):
         assert kept in text, kept
 

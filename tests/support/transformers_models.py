@@ -1,7 +1,8 @@
 """Small random transformers models, and a plain cache that holds what an FP8 cache holds, dequantized.
 
-The plain cache (`Oracle`) knows nothing of pages: transformers' own layers keep K and V and move them about, and every read quantizes
-all of them at once. So it checks appending, cropping, reordering and masks, and not the quantizer (test_numerics does).
+The plain cache (`Oracle`) knows nothing of pages: transformers' own layers keep K and V and move them about, and every
+read quantizes all of them at once. So it checks appending, cropping, reordering and masks, and not the quantizer
+(test_numerics does).
 """
 
 import pytest
@@ -68,9 +69,16 @@ FAMILIES = {
     "phi3-partial-rotary": (
         Phi3ForCausalLM,
         Phi3Config,
-        {"hidden_size": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {
+            "hidden_size": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
     ),
-    "gemma2-softcap": (Gemma2ForCausalLM, Gemma2Config, dict(head_dim=64, attn_logit_softcapping=3.0, query_pre_attn_scalar=64, **MIXED)),
+    "gemma2-softcap": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        dict(head_dim=64, attn_logit_softcapping=3.0, query_pre_attn_scalar=64, **MIXED),
+    ),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, dict(head_dim=64, query_pre_attn_scalar=64, **MIXED)),
     "gemma3n-shared-kv": (
         Gemma3nForCausalLM,
@@ -104,7 +112,11 @@ FAMILIES = {
         },
     ),
     "diffllama-changes-v": (DiffLlamaForCausalLM, DiffLlamaConfig, {"head_dim": 64}),
-    "gpt-oss-sinks": (GptOssForCausalLM, GptOssConfig, dict(head_dim=64, num_local_experts=2, num_experts_per_tok=1, **MIXED)),
+    "gpt-oss-sinks": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        dict(head_dim=64, num_local_experts=2, num_experts_per_tok=1, **MIXED),
+    ),
     "qwen3.5-linear": (
         Qwen3_5ForCausalLM,
         Qwen3_5TextConfig,
@@ -133,7 +145,14 @@ FAMILIES = {
     "falcon-h1-hybrid": (
         FalconH1ForCausalLM,
         FalconH1Config,
-        {"head_dim": 64, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1},
+        {
+            "head_dim": 64,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+        },
     ),
 }
 HYBRIDS = ("qwen3.5-linear", "nemotron-h-mamba", "lfm2-conv", "falcon-h1-hybrid")
@@ -150,7 +169,9 @@ def make(family="llama", **changes):
         elif name.endswith("sinks"):
             p.data.normal_(1.0)
     for name, p in model.named_parameters():
-        if name.endswith("k_proj.bias"):  # Qwen2.5's K has offsets many times its own spread, where the rotation is slow
+        if name.endswith(
+            "k_proj.bias"
+        ):  # Qwen2.5's K has offsets many times its own spread, where the rotation is slow
             p.data.unflatten(0, (-1, 2, 32))[:, :, 20:] = 10.0
     model.set_attn_implementation("fp8_kv")
     model.generation_config.eos_token_id = None
@@ -158,11 +179,15 @@ def make(family="llama", **changes):
 
 
 def two_shapes():
-    """A Llama whose layer 1 has 4 KV heads, and the others 2. No model of transformers 5.23 has such full-attention layers by itself."""
+    """A Llama whose layer 1 has 4 KV heads, and the others 2. No model of transformers 5.23 has such full-attention
+    layers by itself.
+    """
     model = make()
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        attention = type(model.model.layers[1].self_attn)(LlamaConfig(**{**SHAPE, "head_dim": 64, "num_key_value_heads": 4}), 1)
+        attention = type(model.model.layers[1].self_attn)(
+            LlamaConfig(**{**SHAPE, "head_dim": 64, "num_key_value_heads": 4}), 1
+        )
         for p in attention.parameters():
             p.data.normal_(std=0.9 / p.shape[-1] ** 0.5)
     attention.config = model.config
@@ -206,7 +231,9 @@ class Oracle(DynamicCache):
 
 
 def bare(model, rotate_keys=True, **options):
-    """An `FP8Cache` without what it reads from the weights: no means, and keys rotated as given. `Oracle` has neither."""
+    """An `FP8Cache` without what it reads from the weights: no means, and keys rotated as given.
+    `Oracle` has neither.
+    """
     cache = FP8Cache(model, rotate_keys=rotate_keys, **options)
     for layer in [x for group in cache.groups for x in group.layers]:
         layer.k_mean, layer.v_mean, layer.rotate_keys = None, None, rotate_keys
@@ -234,7 +261,12 @@ def logits(model, cache, ids, mask=None, steps=6):
 
 def generated(model, cache, ids, **options):
     """Tokens after the prompt, and their logits."""
-    options = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True} | options
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 8,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    } | options
     out = model.generate(ids, past_key_values=cache, **options)
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1)
 

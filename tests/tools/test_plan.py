@@ -43,7 +43,9 @@ def test_windows_are_those_of_a_cache(context, batch):
     assert shape.nbytes("bf16", context, batch) == batch * 4 * 2 * 64 * sum(min(context, w) for w in shape.windows)
     assert shape.bytes_per_token("bf16") == 0 and shape.bytes_per_token("fp8") == 2 * 4 / 128
     bf16, fp8 = plan(shape, 10**9)
-    assert bf16.longest_context == LARGEST and fp8.longest_context > 10**9 and fp8.largest_batch > 1.2 * bf16.largest_batch
+    assert (
+        bf16.longest_context == LARGEST and fp8.longest_context > 10**9 and fp8.largest_batch > 1.2 * bf16.largest_batch
+    )
 
 
 def test_sliding_layers_are_a_16_bit_window_under_both():
@@ -60,8 +62,16 @@ def test_fits_are_the_largest(memory):
     for fit in plan(LLAMA_8B, memory, weights=10**9, context=1000, batch=2):
         free = memory - 10**9
         assert fit.cache_bytes == LLAMA_8B.nbytes(fit.cache, 1000, 2)
-        assert LLAMA_8B.nbytes(fit.cache, fit.longest_context, 2) <= free < LLAMA_8B.nbytes(fit.cache, fit.longest_context + 1, 2)
-        assert LLAMA_8B.nbytes(fit.cache, 1000, fit.largest_batch) <= free < LLAMA_8B.nbytes(fit.cache, 1000, fit.largest_batch + 1)
+        assert (
+            LLAMA_8B.nbytes(fit.cache, fit.longest_context, 2)
+            <= free
+            < LLAMA_8B.nbytes(fit.cache, fit.longest_context + 1, 2)
+        )
+        assert (
+            LLAMA_8B.nbytes(fit.cache, 1000, fit.largest_batch)
+            <= free
+            < LLAMA_8B.nbytes(fit.cache, 1000, fit.largest_batch + 1)
+        )
 
 
 def test_fp8_fits_twice_as_much():
@@ -77,7 +87,9 @@ def test_nothing_fits():
 
 def test_errors():
     with pytest.raises(
-        ValueError, match=r"the weights \(14.9 GiB\) do not fit into a memory of 7.5 GiB; pass more memory, or the weights of one GPU"
+        ValueError,
+        match=r"the weights \(14.9 GiB\) do not fit into a memory of 7.5 GiB; pass more memory, or the weights of one "
+        r"GPU",
     ):
         plan(LLAMA_8B, 8 * 10**9, weights=16 * 10**9)
     with pytest.raises(ValueError, match="must be positive"):
@@ -93,7 +105,14 @@ def test_errors():
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("512", 512), ("7k", 7000), ("3MiB", 3 << 20)],
+    [
+        ("80GB", 80 * 10**9),
+        ("24GiB", 24 * 2**30),
+        ("1.5 tb", 15 * 10**11),
+        ("512", 512),
+        ("7k", 7000),
+        ("3MiB", 3 << 20),
+    ],
 )
 def test_parse_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes
@@ -106,4 +125,10 @@ def test_parse_bytes_refuses(text):
 
 
 def test_human():
-    assert [human(n) for n in (0, 1023, 1024, 16 * 10**9, 2**45)] == ["0 B", "1023 B", "1.0 KiB", "14.9 GiB", "32.0 TiB"]
+    assert [human(n) for n in (0, 1023, 1024, 16 * 10**9, 2**45)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "14.9 GiB",
+        "32.0 TiB",
+    ]

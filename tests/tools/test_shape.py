@@ -26,7 +26,8 @@ def test_layers_by_their_type():
 
 def test_layers_that_share_k_and_v_are_counted_as_the_cache_has_them():
     config = transformers.Gemma3nTextConfig(
-        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, sliding_window=32,
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        sliding_window=32,
         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
     assert shape_of(config).num_layers == len(transformers.DynamicCache(config=config).layers)
@@ -34,16 +35,27 @@ def test_layers_that_share_k_and_v_are_counted_as_the_cache_has_them():
 
 def test_biases_are_those_of_the_architecture():
     """StarCoder's have a form that is not known. What transformers cannot make may have some."""
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 128, "vocab_size": 64}
-    assert may_have_biases(transformers.Qwen2Config(**sizes)) and may_have_biases(transformers.LlamaConfig(**sizes, attention_bias=True))
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 128,
+        "vocab_size": 64,
+    }
+    assert may_have_biases(transformers.Qwen2Config(**sizes)) and may_have_biases(
+        transformers.LlamaConfig(**sizes, attention_bias=True)
+    )
     assert may_have_biases(transformers.GPTBigCodeConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=64))
-    assert not may_have_biases(transformers.LlamaConfig(**sizes)) and not may_have_biases(transformers.Qwen3Config(**sizes))
+    assert not may_have_biases(transformers.LlamaConfig(**sizes)) and not may_have_biases(
+        transformers.Qwen3Config(**sizes)
+    )
     assert may_have_biases(transformers.PreTrainedConfig())
 
 
 def test_layers_of_several_shapes_are_refused():
     with pytest.raises(
-        UsageError, match=r"'gemma4_text' in 8 bits have different .*: \[\(4, 256\), \(4, 512\)\]; call .* CacheShape of each"
+        UsageError,
+        match=r"'gemma4_text' in 8 bits have different .*: \[\(4, 256\), \(4, 512\)\]; call .* CacheShape of each",
     ):
         shape_of(transformers.Gemma4TextConfig(num_hidden_layers=6))
 

@@ -1,4 +1,6 @@
-"""The retrieval contexts of training: of the given length, answerable, in RULER's form, and without RULER's questions."""
+"""The retrieval contexts of training: of the given length, answerable, in RULER's form, and without
+RULER's questions.
+"""
 
 import re
 import sys
@@ -74,5 +76,7 @@ def test_seeds(task):
 def test_a_step_has_room_for_every_context():
     train.check_lengths(data.CONFIG["train"])
     short = data.CONFIG["train"] | {"tokens_per_step": 65536}
-    with pytest.raises(ValueError, match=r"contexts of 131,072 tokens, and a step has 65,536 .*set tokens_per_step to 131072 or more"):
+    with pytest.raises(
+        ValueError, match=r"contexts of 131,072 tokens, and a step has 65,536 .*set tokens_per_step to 131072 or more"
+    ):
         train.check_lengths(short)

@@ -10,7 +10,14 @@ from tests.support.answers import answers_of, environment_of
 
 def engine(folder, windows, out, variables=None, **options):
     """What an engine with these options, and environment variables, found for a checkpoint and a file of windows."""
-    command = [sys.executable, str(Path(__file__).with_name("run_engine.py")), str(folder), str(windows), str(out), json.dumps(options)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("run_engine.py")),
+        str(folder),
+        str(windows),
+        str(out),
+        json.dumps(options),
+    ]
     subprocess.run(command, check=True, env=environment_of(variables), stderr=subprocess.PIPE, text=True)
     return json.loads(out.read_text())
 

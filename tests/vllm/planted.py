@@ -1,4 +1,6 @@
-"""A model with planted offsets and outliers (`benchmarks.stress`), saved as a checkpoint that vLLM loads, and calibrated for it."""
+"""A model with planted offsets and outliers (`benchmarks.stress`), saved as a checkpoint that vLLM loads, and
+calibrated for it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def save_planted(model: Any, tokenizer: Any, folder: Path, strength: Strength) -
     tokenizer.save_pretrained(folder)
 
 
-def prepare(folder: str | Path, source: str | None = None, number: int = 3, strategy: Any = "tensor") -> dict[str, Path]:
+def prepare(
+    folder: str | Path, source: str | None = None, number: int = 3, strategy: Any = "tensor"
+) -> dict[str, Path]:
     """Write the planted checkpoint, and what calibration makes of it. It runs on the CPU.
 
     Args:
@@ -35,8 +39,8 @@ def prepare(folder: str | Path, source: str | None = None, number: int = 3, stra
         number: of `STRENGTHS`.
         strategy: of `export`.
     Returns:
-        `model`, the planted checkpoint; `folded` and `covered`, its exports with V's mean moved into biases and with a scale that covers
-        it; `means`, a file of calibrated means for fp8attn in vLLM.
+        `model`, the planted checkpoint; `folded` and `covered`, its exports with V's mean moved into biases and with a
+        scale that covers it; `means`, a file of calibrated means for fp8attn in vLLM.
     """
     model, tokenizer = models.load(source, device="cpu")
     tokens = models.tokenize(tokenizer, models.read_text(None, source or models.default_model()))

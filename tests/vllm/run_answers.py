@@ -14,17 +14,30 @@ from pathlib import Path
 from tests.support.answers import ANSWER, MODEL, PROMPTS, prompts_of
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2", "FP8ATTN_VLLM_CPU": "1",
-    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads that wait for one another are slow where others use the cores
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_CPU_KVCACHE_SPACE": "2",
+    "FP8ATTN_VLLM_CPU": "1",
+    "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+     # threads that wait for one another are slow where others use the cores
 }  # fmt: skip
 LIKELIEST = 8  # tokens of a step that have log-probabilities
 WAYS = {  # of computing the same answers
     "plain": {},
     "prefix-caching": {"enable_prefix_caching": True},
     "chunks": {"max_num_batched_tokens": 256},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}},
-    "draft": {"disable_log_stats": False, "speculative_config": {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 4,
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
+    },
+    "draft": {
+        "disable_log_stats": False,
+        "speculative_config": {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3},
+    },
     "eagle": {"disable_log_stats": False, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
     "tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
@@ -36,7 +49,8 @@ def make_engine(way, options):
     given = {
         "dtype": "bfloat16", "seed": 0, "enable_prefix_caching": False, "kv_cache_dtype": "fp8", "enforce_eager": True,
         "max_model_len": 4096, "max_num_seqs": 32, "gpu_memory_utilization": 0.3,
-        "max_num_batched_tokens": 4096,  # vLLM's own number grows with the processes, and then prompts have other chunks
+        "max_num_batched_tokens": 4096,
+         # vLLM's own number grows with the processes, and then prompts have other chunks
     } | WAYS[way] | options  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         if way == "eagle":
@@ -46,15 +60,22 @@ def make_engine(way, options):
 
 
 def save_eagle(folder):
-    """Write an EAGLE head for our model: its first layer, and a projection that passes the token's embedding and little else. It is not
-    trained, so nearly all of its drafts are rejected."""
+    """Write an EAGLE head for our model: its first layer, and a projection that passes the token's embedding and little
+    else. It is not trained, so nearly all of its drafts are rejected."""
     import torch
     from safetensors.torch import load_file, save_file
 
     config, weights = json.loads(Path(MODEL, "config.json").read_text()), load_file(f"{MODEL}/model.safetensors")
-    layer = {name.removeprefix("model."): x for name, x in weights.items() if "layers.0." in name and "input_layernorm" not in name}
+    layer = {
+        name.removeprefix("model."): x
+        for name, x in weights.items()
+        if "layers.0." in name and "input_layernorm" not in name
+    }
     passed = torch.eye(config["hidden_size"], dtype=torch.bfloat16)
-    projection = {"fc.weight": torch.cat([passed, 0.1 * passed], 1), "embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    projection = {
+        "fc.weight": torch.cat([passed, 0.1 * passed], 1),
+        "embed_tokens.weight": weights["model.embed_tokens.weight"],
+    }
     save_file(layer | projection, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
 
@@ -67,8 +88,10 @@ def accepted(llm):
 
 
 def main(way, options="{}"):
-    """Print the answers, the log-probabilities of the likeliest tokens of each step, how many tokens of the prompts came from blocks
-    ("cached"), and how many tokens of drafts were accepted. The option "again" is not vLLM's: the prompts are asked for a second time."""
+    """Print the answers, the log-probabilities of the likeliest tokens of each step, how many tokens of the prompts
+    came from blocks ("cached"), and how many tokens of drafts were accepted. The option "again" is not vLLM's: the
+    prompts are asked for a second time.
+    """
     os.environ |= ENVIRONMENT
     options = json.loads(options)
     again = options.pop("again", False)
@@ -86,7 +109,9 @@ def ask(llm, tokens=ANSWER, transfers=({},) * PROMPTS):
 
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(llm.get_tokenizer())]
     greedy = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, "logprobs": LIKELIEST}
-    params = [SamplingParams(**greedy, extra_args={"kv_transfer_params": given} if given else None) for given in transfers]
+    params = [
+        SamplingParams(**greedy, extra_args={"kv_transfer_params": given} if given else None) for given in transfers
+    ]
     return llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -98,7 +123,9 @@ def found_of(asked):
     """The tokens, log-probabilities and number of cached tokens of what vLLM has returned."""
     return {
         "answers": [list(one.outputs[0].token_ids) for one in asked],
-        "logprobs": [[{token: x.logprob for token, x in step.items()} for step in one.outputs[0].logprobs] for one in asked],
+        "logprobs": [
+            [{token: x.logprob for token, x in step.items()} for step in one.outputs[0].logprobs] for one in asked
+        ],
         "cached": sum(one.num_cached_tokens or 0 for one in asked),
     }
 

@@ -1,16 +1,18 @@
-"""One engine in a process of its own: the scales that its layers got, log-probabilities of windows of text, and answers.
+"""One engine in a process of its own: the scales that its layers got, log-probabilities of windows of text, and
+answers.
 
     python run_engine.py FOLDER WINDOWS.json OUT.json [ENGINE_OPTIONS_AS_JSON]
 
-WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repository is imported, so that any environment with vLLM can run it.
-Options that are not vLLM's:
+WINDOWS.json is a list of lists of token ids. Neither fp8attn nor this repository is imported, so that any environment
+with vLLM can run it. Options that are not vLLM's:
 
 "reload": weights are reloaded, and all is done again ("again").
-"sleep": the engine sleeps and wakes up at level 1, then at level 2 with a reload, by the code of vLLM's worker for GPUs (see
-    `sleep_on_cpus`). All is done again after each ("awake": answers, log-probabilities and buffers by level).
-"answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how many tokens of the
-    prompt came from blocks).
-"clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see `clear_whole_blocks`).
+"sleep": the engine sleeps and wakes up at level 1, then at level 2 with a reload, by the code of vLLM's worker for GPUs
+    (see `sleep_on_cpus`). All is done again after each ("awake": answers, log-probabilities and buffers by level).
+"answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how
+    many tokens of the prompt came from blocks).
+"clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see
+`clear_whole_blocks`).
 """
 
 import json
@@ -28,7 +30,8 @@ ENVIRONMENT = {
 def scales_of(model):
     """By layer, `_q_scale`, `_k_scale` and `_v_scale` of its attention, and the dtype of its cache."""
     return {
-        module.layer_name: {x: getattr(module, f"_{x}_scale").flatten().tolist() for x in "qkv"} | {"dtype": module.kv_cache_dtype}
+        module.layer_name: {x: getattr(module, f"_{x}_scale").flatten().tolist() for x in "qkv"}
+        | {"dtype": module.kv_cache_dtype}
         for module in model.modules()
         if hasattr(module, "_k_scale") and hasattr(module, "layer_name")
     }
@@ -63,7 +66,9 @@ def answers_of(llm, prompts, tokens):
             [
                 {
                     "tokens": list(answer.token_ids),
-                    "logprobs": [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)],
+                    "logprobs": [
+                        step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)
+                    ],
                     "cached": cached,
                 }
                 for cached, answer in given
@@ -73,9 +78,10 @@ def answers_of(llm, prompts, tokens):
 
 
 def clear_whole_blocks():
-    """Models with Mamba layers need their new blocks cleared. vLLM's runner for CPUs takes the numbers of blocks for numbers of the parts
-    into which a backend splits them, so it clears parts that are in use. It does so in 0.26 to 0.33, and its runners for GPUs do not.
-    fp8attn refuses such models on a CPU. Here both are replaced, for tests only."""
+    """Models with Mamba layers need their new blocks cleared. vLLM's runner for CPUs takes the numbers of blocks for
+    numbers of the parts into which a backend splits them, so it clears parts that are in use. It does so in 0.26 to
+    0.33, and its runners for GPUs do not. fp8attn refuses such models on a CPU. Here both are replaced, for tests only.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -93,8 +99,10 @@ def clear_whole_blocks():
 
 
 def sleep_on_cpus():
-    """Have CPUs sleep as GPUs do. vLLM's worker for CPUs ignores a sleep. What its worker for GPUs saves and restores is its own code; what
-    its allocator discards, the memory of weights and buffers (level 2) and of the KV cache, is overwritten here."""
+    """Have CPUs sleep as GPUs do. vLLM's worker for CPUs ignores a sleep. What its worker for GPUs saves and restores
+    is its own code; what its allocator discards, the memory of weights and buffers (level 2) and of the KV cache, is
+    overwritten here.
+    """
     import torch
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -161,7 +169,10 @@ def main():
                 llm.collective_rpc("reload_weights")
             llm.wake_up(["kv_cache"])
             again = {"answers": answers_of(llm, prompts, answer)} if answer else {}
-            found["awake"][level] = again | {"buffers": llm.apply_model(buffers_of)[0], "logprobs": logprobs_of(llm, prompts)}
+            found["awake"][level] = again | {
+                "buffers": llm.apply_model(buffers_of)[0],
+                "logprobs": logprobs_of(llm, prompts),
+            }
     with open(out, "w") as file:
         json.dump(found, file)
 

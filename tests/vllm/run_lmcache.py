@@ -1,7 +1,9 @@
-"""`run_answers` for an engine whose connector is LMCache's: `python -m tests.vllm.run_lmcache WAY [ENGINE_OPTIONS_AS_JSON]`.
+"""`run_answers` for an engine whose connector is LMCache's:
+`python -m tests.vllm.run_lmcache WAY [ENGINE_OPTIONS_AS_JSON]`.
 
-vLLM's platform for CPUs looks at the attributes of all objects in all modules (`_rebind_kernels`, in vLLM 0.32). One of llvmlite, which
-LMCache imports and vLLM does not, has no dictionary of attributes, and vLLM does not start. Here it finds an empty one.
+vLLM's platform for CPUs looks at the attributes of all objects in all modules (`_rebind_kernels`, in vLLM 0.32). One of
+llvmlite, which LMCache imports and vLLM does not, has no dictionary of attributes, and vLLM does not start. Here it
+finds an empty one.
 """
 
 import os

@@ -30,7 +30,11 @@ from tests.vllm.run_engine import logprobs_of
 BLOCKS, LONGEST = 20, 1500  # of the pool, one of which is vLLM's own; the most tokens of a request
 PROMPTS, SHARED, ANSWER = 30, 300, 20  # prompts; tokens of their common beginning, and of an answer
 SPLITS = (1, 127, 128, 129)
-ROUNDS, LONG, PRESSURE = 3, 1200, 2500  # tokens of the long prompt, and of two others before the next round: more than the pool has
+ROUNDS, LONG, PRESSURE = (
+    3,
+    1200,
+    2500,
+)  # tokens of the long prompt, and of two others before the next round: more than the pool has
 
 
 def generate(llm, prompts):
@@ -77,7 +81,9 @@ def load(llm):
         order = draw.sample(range(64), 64)
         found = generate(llm, [prompts[i] for i in order])
         places = sorted(range(64), key=order.__getitem__)
-        rounds.append({name: [found[name][at] for at in places] for name in ("answers", "logprobs")} | {"cached": found["cached"]})
+        rounds.append(
+            {name: [found[name][at] for at in places] for name in ("answers", "logprobs")} | {"cached": found["cached"]}
+        )
     return {"rounds": rounds}
 
 
@@ -100,12 +106,16 @@ def windows(llm, prompts):
 
 def main(what, options="{}"):
     os.environ |= ENVIRONMENT
-    options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": LONGEST, "disable_log_stats": False} | json.loads(options)
+    options = {"num_gpu_blocks_override": BLOCKS, "max_model_len": LONGEST, "disable_log_stats": False} | json.loads(
+        options
+    )
     prompts = options.pop("prompts", None)
     if what != "windows":
         found = {"requests": requests, "load": load}[what](make_engine("prefix-caching", options))
     else:
-        found = windows(make_engine("plain", options | {"skip_tokenizer_init": True}), json.loads(Path(prompts).read_text()))
+        found = windows(
+            make_engine("plain", options | {"skip_tokenizer_init": True}), json.loads(Path(prompts).read_text())
+        )
     print("ANSWERS " + json.dumps(found), flush=True)
 
 

@@ -1,4 +1,6 @@
-"""vLLM engines on a CPU whose blocks have several pages: because a user wants it, or beside layers whose state is larger than a page."""
+"""vLLM engines on a CPU whose blocks have several pages: because a user wants it, or beside layers whose state is
+larger than a page.
+"""
 
 import json
 from itertools import chain
@@ -15,8 +17,10 @@ from tests.vllm.engines import engine
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_batched_tokens": 256}
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 0,
     "initializer_range": 0.1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
@@ -24,17 +28,23 @@ SIZES = {
 def save(folder, lengths, **config):
     """A random model, and prompts of random tokens. Their files, and one for what an engine finds."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SIZES | config)).bfloat16()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**SIZES | config)
+    ).bfloat16()
     for name, weight in model.named_parameters():
         if config["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
-            weight.data.fill_(0.1)  # they learn the softmax scale; with 1 a token attends to one other, and a rounding changes to which
+            weight.data.fill_(
+                0.1
+            )  # they learn the softmax scale; with 1 a token attends to one other, and a rounding changes to which
     model.save_pretrained(folder / "model")
     (folder / "windows.json").write_text(json.dumps([torch.randint(2, 500, (n,)).tolist() for n in lengths]))
     return folder / "model", folder / "windows.json", folder / "found.json"
 
 
 def test_answers_do_not_depend_on_the_size_of_blocks(tmp_path):
-    """Pages of a block of several are written and read as blocks of one are: all log-probabilities are equal. Hits have whole blocks."""
+    """Pages of a block of several are written and read as blocks of one are: all log-probabilities are equal. Hits have
+    whole blocks.
+    """
     files = save(tmp_path, (800, 30, 390), architectures=["LlamaForCausalLM"], model_type="llama")
     given = OPTIONS | {"kv_cache_dtype": "fp8", "enable_prefix_caching": True, "answer": 8}
     found = {size: engine(*files, {ON_CPU: "1"}, block_size=size, **given) for size in (128, 256, 384)}
@@ -48,7 +58,8 @@ def test_answers_do_not_depend_on_the_size_of_blocks(tmp_path):
 
 GEMMA3 = {  # windows in five of six layers, with another RoPE
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 200,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 64,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 64,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -57,12 +68,15 @@ GEMMA3 = {  # windows in five of six layers, with another RoPE
 
 
 def test_windows_in_blocks_of_several_pages(tmp_path):
-    """Groups of layers with and without windows, whose blocks come from one pool and are freed at other times. Prompts in chunks, then from
+    """Groups of layers with and without windows, whose blocks come from one pool and are freed at other times. Prompts
+    in chunks, then from
     the prefix cache: the answers are those of blocks of one page, and as close to BF16's as 8 bits are."""
     files = save(tmp_path, (800, 30, 390), **GEMMA3)
     given = OPTIONS | {"enable_prefix_caching": True, "answer": 8}
     exact = engine(*files, {ON_CPU: "0"}, **given)["logprobs"]
-    one, several = (engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", block_size=size, **given) for size in (128, 256))
+    one, several = (
+        engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", block_size=size, **given) for size in (128, 256)
+    )
     assert several["logprobs"] == one["logprobs"] and several["answers"][0] == one["answers"][0]
     for found, size in ((one, 128), (several, 256)):
         first, again = found["answers"]
@@ -74,13 +88,17 @@ def test_windows_in_blocks_of_several_pages(tmp_path):
 
 
 GEMMA4 = {
-    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "sliding_window": 200,
+    "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512,
+    "sliding_window": 200,
 }  # fmt: skip
-GEMMA4_31B = GEMMA4 | {  # V is K in layers without a window, which have a quarter of the KV heads, so their blocks have twice the tokens
+# V is K in layers without a window, which have a quarter of the KV heads, so their blocks have twice the tokens
+GEMMA4_31B = GEMMA4 | {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_key_value_heads": 4,
-    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
 }  # fmt: skip
-GEMMA4_E2B = GEMMA4 | {  # the last layers read K and V of earlier ones; blocks of layers with a window have twice the tokens
+# the last layers read K and V of earlier ones; blocks of layers with a window have twice the tokens
+GEMMA4_E2B = GEMMA4 | {
     "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4, "num_key_value_heads": 1,
     "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512,
 }  # fmt: skip
@@ -88,27 +106,33 @@ GEMMA4_E2B = GEMMA4 | {  # the last layers read K and V of earlier ones; blocks 
 
 @pytest.mark.parametrize(("config", "blocks"), [(GEMMA4_31B, 64), (GEMMA4_E2B, 24)], ids=["31B", "E2B"])
 def test_layers_of_two_head_dims(tmp_path, config, blocks):
-    """Gemma 4: head_dim 512 beside windows of 256, whose blocks have other numbers of tokens and come from one pool. There are so few that
-    layers of one head_dim get blocks in which the others had their pages."""
+    """Gemma 4: head_dim 512 beside windows of 256, whose blocks have other numbers of tokens and come from one pool.
+    There are so few that layers of one head_dim get blocks in which the others had their pages."""
     files = save(tmp_path, (1000, 30, 390), **config)
     given = OPTIONS | {"enable_prefix_caching": True, "answer": 8}
     exact = engine(*files, {ON_CPU: "0"}, **given)["logprobs"]
     found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", num_gpu_blocks_override=blocks, **given)
     difference = float((flat(found["logprobs"]) - flat(exact)).abs().mean())
     print(f"{difference:.4f} nats")
-    assert 0 < difference < 0.11  # measured: 0.069 and 0.081; 0.13 and 0.15 with vLLM's own FP8 cache; 0.8 and 0.7 without windows
+    assert (
+        0 < difference < 0.11
+    )  # measured: 0.069 and 0.081; 0.13 and 0.15 with vLLM's own FP8 cache; 0.8 and 0.7 without windows
     first, again = found["answers"]
     assert [x["cached"] for x in again] == [768, 0, 256]  # blocks of both kinds
     assert [x["tokens"] for x in again] == [x["tokens"] for x in first]
 
 
 FALCON_H1 = {  # Mamba2 and attention in every layer
-    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32,
+    "architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "mamba_d_ssm": 256, "mamba_n_heads": 8,
+    "mamba_d_head": 32,
     "mamba_n_groups": 1, "mamba_d_state": 64, "mamba_chunk_size": 128,
 }  # fmt: skip
-QWEN3_NEXT = {  # gated delta nets, and attention in every other layer; all experts, because a rounding can change which are chosen
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 2,
+# gated delta nets, and attention in every other layer; all experts, because a rounding can change which are chosen
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_experts": 2,
     "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
 }  # fmt: skip
 
@@ -116,22 +140,26 @@ QWEN3_NEXT = {  # gated delta nets, and attention in every other layer; all expe
 @pytest.mark.skipif(not BACKEND_IS_ASKED, reason="refused before vLLM 0.28")
 @pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["Falcon-H1", "Qwen3-Next"])
 def test_layers_with_a_state(tmp_path, config):
-    """vLLM makes blocks of 384 tokens, to fit the state of a layer. Prompts come in chunks, in blocks that vLLM clears, and then from the
-    prefix cache. (vLLM 0.28's build for CPUs cannot run Qwen3-Next, also with vLLM's own attention.)"""
+    """vLLM makes blocks of 384 tokens, to fit the state of a layer. Prompts come in chunks, in blocks that vLLM clears,
+    and then from the prefix cache. (vLLM 0.28's build for CPUs cannot run Qwen3-Next, also with vLLM's own attention.)
+    """
     files = save(tmp_path, (1000, 30, 390), **config)
-    # On a CPU with AVX512-BF16 vLLM 0.32 has these states in float32 anyway. With 16 bits its blocks have 128 tokens, and its own engine
-    # fails in Mamba2 layers, whose code for CPUs keeps no states within a chunk.
+    # On a CPU with AVX512-BF16 vLLM 0.32 has these states in float32 anyway. With 16 bits its blocks have 128 tokens,
+    # and its own engine fails in Mamba2 layers, whose code for CPUs keeps no states within a chunk.
     given = OPTIONS | {"enable_prefix_caching": True, "answer": 16, "mamba_ssm_cache_dtype": "float32"}
     exact, cast = (engine(*files, {ON_CPU: "0"}, **given, **own)["logprobs"] for own in ({}, {"kv_cache_dtype": "fp8"}))
     found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", clear_whole_blocks=True, **given)
     ours, theirs = (float((flat(x) - flat(exact)).abs().mean()) for x in (found["logprobs"], cast))
-    # Measured: 0.12 and 0.017 nats; with vLLM's own FP8 cache 0.26 and 0.028; where vLLM clears pages that are in use, 0.79 and 0.061.
+    # Measured: 0.12 and 0.017 nats; with vLLM's own FP8 cache 0.26 and 0.028; where vLLM clears pages that are in use,
+    # 0.79 and 0.061.
     assert 0 < ours < 0.75 * theirs
     first, again = found["answers"]
     assert [x["cached"] for x in first] == [0, 0, 0]
     assert [x["cached"] for x in again] in ([768, 0, 384], [768, 0, 256])  # vLLM 0.28 makes blocks of 256 for Falcon-H1
     for x, y in zip(first, again, strict=True):
-        torch.testing.assert_close(torch.tensor(x["logprobs"]), torch.tensor(y["logprobs"]), rtol=0, atol=0.1)  # where a chunk begins
+        torch.testing.assert_close(
+            torch.tensor(x["logprobs"]), torch.tensor(y["logprobs"]), rtol=0, atol=0.1
+        )  # where a chunk begins
         assert x["tokens"] == y["tokens"]
 
 

@@ -28,9 +28,13 @@ def free_port():
 
 @contextmanager
 def process(module, *arguments, log):
-    """A process that runs a module until the end of the block, and a function that waits until something is true of it."""
+    """A process that runs a module until the end of the block, and a function that waits until something
+    is true of it.
+    """
     with open(log, "w") as file:
-        started = subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment_of(), stdout=file, stderr=file)
+        started = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], env=environment_of(), stdout=file, stderr=file
+        )
 
     def wait_for(condition):
         until = time.time() + 300
@@ -46,8 +50,8 @@ def process(module, *arguments, log):
 
 
 def test_an_example_of_files(tmp_path):
-    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers are the first's. An
-    engine with another format ends; without the marks of pages its answers were empty."""
+    """vLLM's example of a KV connector writes blocks to files. The second engine computes none of them, and its answers
+    are the first's. An engine with another format ends; without the marks of pages its answers were empty."""
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     connector["kv_connector_extra_config"] = {"shared_storage_path": str(tmp_path)}
     options = {"kv_transfer_config": connector, "max_num_batched_tokens": 16384}  # the example takes whole prompts only
@@ -65,11 +69,15 @@ PROCESSES = {1: {}, 2: {"tensor_parallel_size": 2, "disable_custom_all_reduce": 
 
 @contextmanager
 def prompts_in_memory(tmp_path, connector, processes=1):
-    """An engine that holds the blocks of prompts, until the end of the block, and the options by which another one finds it."""
+    """An engine that holds the blocks of prompts, until the end of the block, and the options by which another one
+    finds it.
+    """
     pytest.importorskip(NEEDS[connector], exc_type=ImportError)  # Mooncake's needs the system's libibverbs.so.1
     (tmp_path / "port").write_text(str(free_port()))
     own = {"connector": connector, "folder": str(tmp_path)}
-    with process("tests.vllm.run_pair", "prefill", json.dumps(own | PROCESSES[processes]), log=tmp_path / "log") as wait_for:
+    with process(
+        "tests.vllm.run_pair", "prefill", json.dumps(own | PROCESSES[processes]), log=tmp_path / "log"
+    ) as wait_for:
         wait_for((tmp_path / "blocks.json").exists)
         yield own
 
@@ -77,7 +85,8 @@ def prompts_in_memory(tmp_path, connector, processes=1):
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("connector", NEEDS)
 def test_from_the_memory_of_another_engine(plain, tmp_path, connector, first, second):
-    """The second engine gets the blocks of prompts from the first one's memory. With other numbers of processes, a block's bytes are cut
+    """The second engine gets the blocks of prompts from the first one's memory. With other numbers of processes, a
+    block's bytes are cut
     between its KV heads, or put together: they are pages, one for each head."""
     with prompts_in_memory(tmp_path, connector, first) as own:
         check_near_ties(answers_of("tests.vllm.run_pair", "decode", own | PROCESSES[second]), plain)
@@ -85,8 +94,10 @@ def test_from_the_memory_of_another_engine(plain, tmp_path, connector, first, se
 
 @pytest.mark.parametrize("connector", NEEDS)
 def test_an_engine_with_another_format(tmp_path, connector):
-    """Connectors compare the models, versions and backends of engines, but no options of fp8attn: the second engine ends by the marks. It
-    is the first to ask, because Mooncake gives the blocks of a prompt away once, and vLLM computes the prompt if none come."""
+    """Connectors compare the models, versions and backends of engines, but no options of fp8attn: the second engine
+    ends by the marks. It is the first to ask, because Mooncake gives the blocks of a prompt away once, and vLLM
+    computes the prompt if none come.
+    """
     with prompts_in_memory(tmp_path, connector) as own, pytest.raises(RuntimeError, match=REFUSAL):
         answers_of("tests.vllm.run_pair", "decode", own | ANOTHER_FORMAT)
 
@@ -105,27 +116,58 @@ def test_lmcache_copies_whole_blocks(heads, parts):
     expected = ours.clone().unflatten(0, (6, parts))
     expected[[2, 5]] = theirs.unflatten(0, (6, parts))[[4, 1]]
     chunks = gather_paged_kv_to_cpu(views[0], [4, 1], 1, layout_hints={"kv_layout": "HND"})
-    scatter_cpu_to_paged_kv(kv_caches=views[1], block_ids=[2, 5], chunks=chunks, blocks_per_chunk=1, layout_hints={"kv_layout": "HND"})
+    scatter_cpu_to_paged_kv(
+        kv_caches=views[1], block_ids=[2, 5], chunks=chunks, blocks_per_chunk=1, layout_hints={"kv_layout": "HND"}
+    )
     assert torch.equal(ours, expected.flatten(0, 1))
 
 
 @pytest.mark.parametrize("block_size", [128, 256])
 def test_lmcache(plain, tmp_path, block_size):
-    """A server of LMCache keeps the blocks of the first engine. The second computes the rest of the prompts, and its answers are the
-    first's. LMCache knows blocks by model and tokens: an engine with another format gets them, too, and ends by the marks."""
+    """A server of LMCache keeps the blocks of the first engine. The second computes the rest of the prompts, and its
+    answers are the first's. LMCache knows blocks by model and tokens: an engine with another format gets them, too, and
+    ends by the marks.
+    """
     pytest.importorskip("lmcache")
     port, others = free_port(), free_port()
-    server = ["server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(others)]
-    server += ["--chunk-size", str(block_size), "--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"]
+    server = [
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--http-host",
+        "127.0.0.1",
+        "--http-port",
+        str(others),
+    ]
+    server += [
+        "--chunk-size",
+        str(block_size),
+        "--l1-size-gb",
+        "1",
+        "--l1-init-size-gb",
+        "1",
+        "--eviction-policy",
+        "LRU",
+    ]
     server += ["--supported-transfer-mode", "auto", "--disable-observability"]
-    connector = {"kv_connector": "LMCachePagesConnector", "kv_connector_module_path": "fp8attn.integrations.vllm.lmcache"}
-    connector |= {"kv_role": "kv_both", "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}}
+    connector = {
+        "kv_connector": "LMCachePagesConnector",
+        "kv_connector_module_path": "fp8attn.integrations.vllm.lmcache",
+    }
+    connector |= {
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
+    }
     options = {"kv_transfer_config": connector, "block_size": block_size}
     with process("lmcache.cli.main", *server, log=tmp_path / "log") as wait_for:
         wait_for(lambda: answers_at(port))
         first, second = (answers_of("tests.vllm.run_lmcache", "plain", options) for _ in range(2))
         assert first["cached"] == 0 and second["cached"] > 7000
-        check_near_ties(first, plain)  # LMCache is asked for a prompt before it is computed, so that steps have other prompts
+        check_near_ties(
+            first, plain
+        )  # LMCache is asked for a prompt before it is computed, so that steps have other prompts
         check_near_ties(second, first)
         if block_size == 128:
             with pytest.raises(RuntimeError, match=REFUSAL):

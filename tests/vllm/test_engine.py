@@ -1,4 +1,6 @@
-"""vLLM engines with the plugin, on a CPU: equal answers whatever vLLM does, and the OpenAI server. Each engine takes half a minute."""
+"""vLLM engines with the plugin, on a CPU: equal answers whatever vLLM does, and the OpenAI server. Each engine takes
+half a minute.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ def test_an_engine_repeats_itself(plain):
 
 
 def test_prefix_caching(plain):
-    """A block that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has other sums."""
+    """A block that another request wrote is read: its bytes depend on its tokens only. The arithmetic of the rest has
+    other sums.
+    """
     found = answers("prefix-caching", again=True)
     assert found["answers"] == plain["answers"]
     assert found["again"]["cached"] > 8000
@@ -39,7 +43,9 @@ def test_prefix_caching(plain):
 
 @pytest.mark.parametrize("way", ["chunks", "ngram", "draft", "eagle", "tp2"])
 def test_chunks_speculation_and_two_processes(plain, way):
-    """Sums have another order, and a page's scale may grow after a chunk or draft has attended over it. So near-ties flip."""
+    """Sums have another order, and a page's scale may grow after a chunk or draft has attended over it. So near-ties
+    flip.
+    """
     found = answers(way)
     check_near_ties(found, plain)
     if way == "draft":  # by the model itself: all are accepted but near-ties
@@ -48,10 +54,14 @@ def test_chunks_speculation_and_two_processes(plain, way):
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])
 def test_windows(tmp_path, window):
-    """Mistral and Gemma 2, tiny and random. Layers with and without windows have groups of blocks of their own, from one pool."""
+    """Mistral and Gemma 2, tiny and random. Layers with and without windows have groups of blocks of their own, from
+    one pool.
+    """
     config = {
-        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
         "sliding_window": 200, "rope_theta": 10000.0, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1,
     }  # fmt: skip
     if window == "every layer":
@@ -71,7 +81,8 @@ def test_windows(tmp_path, window):
     exact = engine(*files, {ON_CPU: "0"}, **options)["logprobs"]
     found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", **options)["logprobs"]
     differences = torch.tensor(list(chain(*exact))) - torch.tensor(list(chain(*found)))
-    # Measured: 0.13 and 0.09 nats on average, which is what 8 bits cost a random model; 0.97 and 0.68 without the windows.
+    # Measured: 0.13 and 0.09 nats on average, which is what 8 bits cost a random model; 0.97 and 0.68 without the
+    # windows.
     assert 0 < differences.abs().mean() < 0.25, differences.abs().mean()
 
 
@@ -89,15 +100,17 @@ def test_offsets_of_biases(tmp_path):
     exact = engine(*files, {ON_CPU: "0"}, **options)["logprobs"]
     found = engine(*files, {ON_CPU: "1"}, kv_cache_dtype="fp8", reload=True, **options)
     differences = torch.tensor(list(chain(*exact))) - torch.tensor(list(chain(*found["logprobs"])))
-    assert 0 < differences.abs().mean() < 0.2, differences.abs().mean()  # measured: 0.08; 0.45 without means, and 0.84 by vLLM's FP8
+    assert 0 < differences.abs().mean() < 0.2, (
+        differences.abs().mean()
+    )  # measured: 0.08; 0.45 without means, and 0.84 by vLLM's FP8
     assert found["again"]["logprobs"] == found["logprobs"]  # after the weights have been reloaded
     own = {name: address for name, address in found["buffers"].items() if name.endswith("fp8attn_k_mean")}
     assert len(own) == 4 and own.items() <= found["again"]["buffers"].items()  # where CUDA graphs read them
 
 
 def test_sleep(tmp_path):
-    """Weights and means survive level 1 in the CPU's memory; at level 2 the weights are reloaded, and means survive as buffers. Blocks are
-    discarded at both, so what was cached is computed again."""
+    """Weights and means survive level 1 in the CPU's memory; at level 2 the weights are reloaded, and means survive as
+    buffers. Blocks are discarded at both, so what was cached is computed again."""
     save_qwen2(tmp_path)
     options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "kv_cache_dtype": "fp8", "enable_prefix_caching": True}
     files = tmp_path / "model", tmp_path / "windows.json", tmp_path / "found.json"
@@ -105,7 +118,9 @@ def test_sleep(tmp_path):
     assert [[x["cached"] for x in asked] for asked in found["answers"]] == [[0, 0], [640, 0]]
     assert sorted(found["awake"]) == ["1", "2"]
     means = {name for name in found["awake"]["1"]["buffers"] if name.endswith("fp8attn_k_mean")}
-    assert len(means) == 4 and found["awake"]["1"]["buffers"] == found["awake"]["2"]["buffers"]  # where CUDA graphs read them
+    assert (
+        len(means) == 4 and found["awake"]["1"]["buffers"] == found["awake"]["2"]["buffers"]
+    )  # where CUDA graphs read them
     for awake in found["awake"].values():
         assert awake["logprobs"] == found["logprobs"] and awake["answers"] == found["answers"]
 
@@ -116,8 +131,23 @@ def test_the_server_answers():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     variables = {ON_CPU: "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    options = ["--kv-cache-dtype", "fp8", "--dtype", "bfloat16", "--max-model-len", "2048", "--enforce-eager", "--host", "127.0.0.1"]
-    options += ["--port", url.rpartition(":")[2], "--attention-backend", NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM"]
+    options = [
+        "--kv-cache-dtype",
+        "fp8",
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        "2048",
+        "--enforce-eager",
+        "--host",
+        "127.0.0.1",
+    ]
+    options += [
+        "--port",
+        url.rpartition(":")[2],
+        "--attention-backend",
+        NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM",
+    ]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, *options]
     server = subprocess.Popen(command, env=os.environ | ENVIRONMENT | variables)
     try:

@@ -1,4 +1,5 @@
-"""Exported checkpoints in stock vLLM: its layers hold the calibrated scales, and planted offsets cost much less than with scales of 1.0.
+"""Exported checkpoints in stock vLLM: its layers hold the calibrated scales, and planted offsets cost much less than
+with scales of 1.0.
 
 Needs vLLM, and starts engines for minutes. `make test` has no vLLM, and skips this file.
 """
@@ -36,7 +37,9 @@ def test_every_scale_arrives(calibrated, tmp_path, strategy):
         there = found[f"model.layers.{index}.self_attn.attn"]
         assert there["dtype"].startswith("fp8")  # "auto" becomes FP8, because the config says so
         assert (there["k"], there["v"]) == (layer["k"].tolist(), layer["v"].tolist())
-        queries = layer["q"].view(len(layer["k"]), -1).amax(1)  # of heads: vLLM takes the largest of a KV head's query heads
+        queries = (
+            layer["q"].view(len(layer["k"]), -1).amax(1)
+        )  # of heads: vLLM takes the largest of a KV head's query heads
         assert there["q"] == queries.tolist()
 
 
@@ -45,7 +48,10 @@ def test_transformers_rounds_k_and_v(calibrated, tmp_path, strategy):
     """With the package compressed-tensors, which vLLM installs, transformers reads the scales too."""
     folder = export(models.committed_model(), calibrated, tmp_path / "out", strategy=strategy).folder
     ids = torch.arange(200)[None]
-    loaded = (transformers.AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32) for x in (models.committed_model(), folder))
+    loaded = (
+        transformers.AutoModelForCausalLM.from_pretrained(x, dtype=torch.float32)
+        for x in (models.committed_model(), folder)
+    )
     with torch.no_grad():
         exact, rounded = (model(ids).logits for model in loaded)
     # 8 bits cost about 2% here. Scales that were not read are random numbers there, with an error near one.
@@ -53,11 +59,18 @@ def test_transformers_rounds_k_and_v(calibrated, tmp_path, strategy):
 
 
 def test_calibrated_scales_and_moved_offsets_are_better_than_ones(tmp_path):
-    """K's outliers saturate at a scale of 1.0, and V's offsets cost the codes of V their precision, unless they have moved into a bias."""
+    """K's outliers saturate at a scale of 1.0, and V's offsets cost the codes of V their precision, unless they have
+    moved into a bias.
+    """
     folders = prepare(tmp_path)
     tokens = models.tokenize(transformers.AutoTokenizer.from_pretrained(folders["model"]), models.read_text())
     (tmp_path / "windows.json").write_text(json.dumps(models.windows(tokens, 512, 2).tolist()))
-    runs = {"bf16": ("model", {}), "ones": ("model", {"kv_cache_dtype": "fp8"}), "covered": ("covered", {}), "folded": ("folded", {})}
+    runs = {
+        "bf16": ("model", {}),
+        "ones": ("model", {"kv_cache_dtype": "fp8"}),
+        "covered": ("covered", {}),
+        "folded": ("folded", {}),
+    }
     perplexity = {}
     for name, (folder, options) in runs.items():
         logprobs = engine(folders[folder], tmp_path / "windows.json", tmp_path / f"{name}.json", **options)["logprobs"]

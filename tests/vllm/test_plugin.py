@@ -21,7 +21,12 @@ from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
-from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_invariance, unsupported_layer, unsupported_on_cpu
+from fp8attn.integrations.vllm.supported import (
+    unsupported_config,
+    unsupported_invariance,
+    unsupported_layer,
+    unsupported_on_cpu,
+)
 from tests.vllm.layers import HEADS, PLAIN, D, connected, layer_impl
 
 
@@ -31,7 +36,9 @@ def path_in_a_new_process(pickled, answer):
 
 @pytest.mark.skipif(not hasattr(AttentionBackendEnum, "register"), reason="this vLLM has CUSTOM only")
 def test_the_name_arrives_in_a_spawned_process():
-    """The process reads vLLM's config, with the backend in it, before it loads plugins. Plugins may be loaded several times."""
+    """The process reads vLLM's config, with the backend in it, before it loads plugins. Plugins may be loaded several
+    times.
+    """
     register()
     register()
     context = multiprocessing.get_context("spawn")
@@ -44,7 +51,9 @@ def test_the_name_arrives_in_a_spawned_process():
         assert pickle.loads(pickle.dumps(member)) is member
 
 
-@pytest.mark.parametrize(("variable", "said"), [("1", "runs in fp8attn's backend reference"), ("0", "is installed and not used")])
+@pytest.mark.parametrize(
+    ("variable", "said"), [("1", "runs in fp8attn's backend reference"), ("0", "is installed and not used")]
+)
 def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
     warnings = []
     monkeypatch.setenv(ON_CPU, variable)
@@ -55,14 +64,20 @@ def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
     (warning,) = warnings  # once in a process
     assert said in warning and ON_CPU in warning
     if variable == "1":  # where models with MLA are refused, too
-        paths = {AttentionBackendEnum[name].get_path() for name in ("CPU_ATTN", "CPU_MLA") if name in AttentionBackendEnum.__members__}
+        paths = {
+            AttentionBackendEnum[name].get_path()
+            for name in ("CPU_ATTN", "CPU_MLA")
+            if name in AttentionBackendEnum.__members__
+        }
         assert paths == {AttentionBackendEnum.CUSTOM.get_path()}
 
 
 @pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("window", [None, 256])
 def test_a_block_is_pages_of_each_head(window, pages):
-    """In both ways in which vLLM's releases learn it. Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8% more at 64."""
+    """In both ways in which vLLM's releases learn it. Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8%
+    more at 64.
+    """
     given = PLAIN | {"block_size": 128 * pages}
     spec = FullAttentionSpec(**given) if window is None else SlidingWindowSpec(**given, sliding_window=window)
     if specs.BACKEND_IS_ASKED:
@@ -70,7 +85,11 @@ def test_a_block_is_pages_of_each_head(window, pages):
         assert FP8AttentionBackend.customize_spec(found) == found
     else:
         found = specs.of_layer(lambda config: spec)(None)
-    assert found.page_size_bytes == pages * HEADS * PageSpec.of(D).layout.nbytes == spec.page_size_bytes + pages * HEADS * 128
+    assert (
+        found.page_size_bytes
+        == pages * HEADS * PageSpec.of(D).layout.nbytes
+        == spec.page_size_bytes + pages * HEADS * 128
+    )
     assert isinstance(found, type(spec))
     (tokens,) = FP8AttentionBackend.get_supported_kernel_block_sizes(found)
     assert pages * found.copy_with_new_block_size(tokens).page_size_bytes == found.page_size_bytes
@@ -85,7 +104,9 @@ def test_a_block_is_pages_of_each_head(window, pages):
     ids=["31B", "26B-A4B", "E2B", "31B on 8 GPUs"],
 )
 def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
-    """vLLM makes blocks of layers of other shapes equally large, by their tokens if the bytes divide; a block with a gap has no pages."""
+    """vLLM makes blocks of layers of other shapes equally large, by their tokens if the bytes divide; a block with a
+    gap has no pages.
+    """
     from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
     window = SlidingWindowSpec(**PLAIN | {"num_kv_heads": window_heads, "head_size": 256}, sliding_window=1024)
@@ -95,16 +116,30 @@ def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
     assert (found["window"].block_size, found["full"].block_size) == tokens
     assert found["window"].page_size_bytes == found["full"].page_size_bytes
     for spec in found.values():
-        assert spec.page_size_bytes == spec.block_size // 128 * spec.num_kv_heads * PageSpec.of(spec.head_size).layout.nbytes
+        assert (
+            spec.page_size_bytes
+            == spec.block_size // 128 * spec.num_kv_heads * PageSpec.of(spec.head_size).layout.nbytes
+        )
 
 
 def good(**changes):
-    model = {"use_mla": False, "is_hybrid": False, "get_sliding_window": lambda: None, "dtype": torch.bfloat16, "enable_sleep_mode": False}
-    rest = {"kv_cache_dtype_skip_layers": [], "decode_context_parallel_size": 1, "disable_hybrid_kv_cache_manager": False}
+    model = {
+        "use_mla": False,
+        "is_hybrid": False,
+        "get_sliding_window": lambda: None,
+        "dtype": torch.bfloat16,
+        "enable_sleep_mode": False,
+    }
+    rest = {
+        "kv_cache_dtype_skip_layers": [],
+        "decode_context_parallel_size": 1,
+        "disable_hybrid_kv_cache_manager": False,
+    }
     rest |= {"prefix_match_unit": None, "block_size": 128}
     model |= {name: value for name, value in changes.items() if name in model}
     space = SimpleNamespace(**(rest | {name: value for name, value in changes.items() if name in rest}))
-    return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space, scheduler_config=space,
+    return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space,
+    scheduler_config=space,
                            kv_transfer_config=changes.get("kv_transfer_config"),
                            speculative_config=changes.get("speculative_config"))  # fmt: skip
 
@@ -114,14 +149,29 @@ def good(**changes):
     [
         ({"use_mla": True}, "multi-head latent attention"),
         ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
-        ({"kv_cache_dtype_skip_layers": ["0", "5"]}, "--kv-cache-dtype-skip-layers 0 5 .* same attention backend .* leave it out"),
+        (
+            {"kv_cache_dtype_skip_layers": ["0", "5"]},
+            "--kv-cache-dtype-skip-layers 0 5 .* same attention backend .* leave it out",
+        ),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
-        ({"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128}, "--disable-hybrid-kv-cache-manager"),
+        (
+            {"disable_hybrid_kv_cache_manager": True, "get_sliding_window": lambda: 128},
+            "--disable-hybrid-kv-cache-manager",
+        ),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
-        ({"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)}, r"draft layers of Gemma 4 \(MTP\) .* another method"),
+        (
+            {"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)},
+            r"draft layers of Gemma 4 \(MTP\) .* another method",
+        ),
         ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "LMCachePagesConnector"),
-        ({"kv_transfer_config": connected("ExampleConnector"), "block_size": 256}, "ExampleConnector cannot .*: leave out --block-size"),
-        ({"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True}, "leave out it or --kv-transfer-config"),
+        (
+            {"kv_transfer_config": connected("ExampleConnector"), "block_size": 256},
+            "ExampleConnector cannot .*: leave out --block-size",
+        ),
+        (
+            {"kv_transfer_config": connected("NixlConnector"), "enable_sleep_mode": True},
+            "leave out it or --kv-transfer-config",
+        ),
     ],
 )
 def test_configurations_that_are_refused(changes, reason):
@@ -148,7 +198,9 @@ def test_batch_invariance_is_vllm_s_switch(monkeypatch, file_of_scales):
     assert not layer_impl(monkeypatch, given)[0].engine_layer.batch_invariant
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     assert unsupported_invariance(static, None) is None
-    assert "static_scales" in unsupported_invariance(Options(), None) and "window" in unsupported_invariance(static, 128)
+    assert "static_scales" in unsupported_invariance(Options(), None) and "window" in unsupported_invariance(
+        static, 128
+    )
     assert layer_impl(monkeypatch, given)[0].engine_layer.batch_invariant
     with pytest.raises(UsageError, match="VLLM_BATCH_INVARIANT=1 asks for"):
         layer_impl(monkeypatch, {})
@@ -158,7 +210,11 @@ def test_batch_invariance_is_vllm_s_switch(monkeypatch, file_of_scales):
     ("changes", "options", "reason"),
     [
         ({}, Options("file", static_scales=True), "clears new blocks, .*: leave out the option static_scales"),
-        ({"kv_transfer_config": connected("NixlConnector")}, Options(), "clears new blocks, .*: leave out --kv-transfer-config"),
+        (
+            {"kv_transfer_config": connected("NixlConnector")},
+            Options(),
+            "clears new blocks, .*: leave out --kv-transfer-config",
+        ),
         ({"speculative_config": SimpleNamespace()}, Options(), "leave out --speculative-config"),
     ],
 )
@@ -167,7 +223,9 @@ def test_what_is_refused_beside_layers_with_a_state(changes, options, reason, mo
     monkeypatch.setattr(supported, "BACKEND_IS_ASKED", True)
     assert unsupported_config(good(is_hybrid=True), Options("file")) is None
     assert unsupported_config(good(**changes), options) is None
-    assert re.search(f"Mamba or linear attention layers, .*{reason}", unsupported_config(good(is_hybrid=True, **changes), options))
+    assert re.search(
+        f"Mamba or linear attention layers, .*{reason}", unsupported_config(good(is_hybrid=True, **changes), options)
+    )
     monkeypatch.setattr(supported, "BACKEND_IS_ASKED", False)  # before vLLM 0.28
     assert "install vLLM 0.28 or newer" in unsupported_config(good(is_hybrid=True), Options())
 
@@ -175,7 +233,9 @@ def test_what_is_refused_beside_layers_with_a_state(changes, options, reason, mo
 def test_on_a_cpu_layers_with_a_state_need_blocks_of_one_page(monkeypatch):
     """vLLM clears other pages there. `run_engine.clear_whole_blocks` mends it for tests."""
     assert unsupported_on_cpu(good(block_size=384)) is None and unsupported_on_cpu(good(is_hybrid=True)) is None
-    assert re.search("blocks of 384 tokens, .* that are in use; use a GPU", unsupported_on_cpu(good(is_hybrid=True, block_size=384)))
+    assert re.search(
+        "blocks of 384 tokens, .* that are in use; use a GPU", unsupported_on_cpu(good(is_hybrid=True, block_size=384))
+    )
     monkeypatch.setattr(supported, "CPU_CLEARS_OTHER_PAGES", False)
     assert unsupported_on_cpu(good(is_hybrid=True, block_size=384)) is None
 
@@ -196,14 +256,21 @@ def test_layers_that_are_refused(layer, reason):
 
 
 def test_layers_that_are_not_refused():
-    assert unsupported_layer(128, "fp8", AttentionType.DECODER, None, {"chunk_lookback": -1, "use_alibi_sqrt": False}) is None
+    assert (
+        unsupported_layer(128, "fp8", AttentionType.DECODER, None, {"chunk_lookback": -1, "use_alibi_sqrt": False})
+        is None
+    )
     assert unsupported_layer(64, "fp8_e4m3", AttentionType.DECODER, None, {}) is None
 
 
 def chosen(**changes):
     """What vLLM's platform for GPUs asks before it chooses the backend: an empty list if it does."""
-    asked = AttentionSelectorConfig(**({"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": None} | changes))
-    return FP8AttentionBackend.validate_configuration(device_capability=SimpleNamespace(major=9, minor=0), **asked._asdict())
+    asked = AttentionSelectorConfig(
+        **({"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "fp8", "block_size": None} | changes)
+    )
+    return FP8AttentionBackend.validate_configuration(
+        device_capability=SimpleNamespace(major=9, minor=0), **asked._asdict()
+    )
 
 
 @pytest.mark.parametrize("feature", ["has_sliding_window", "has_sink", "use_kv_connector", "use_per_head_quant_scales"])

@@ -21,14 +21,18 @@ def found(tmp_path_factory):
     means = torch.randn(6, 2, 2, 128, generator=torch.Generator().manual_seed(0))
     layers = {i: LayerScales(torch.ones(2), torch.ones(2), *mean) for i, mean in enumerate(means)}
     KVScales(layers, num_layers=6, num_kv_heads=2, head_dim=128).save(file)
-    return answers_of("tests.vllm.run_small_pool", "requests", {"additional_config": {"fp8attn": {"scales": str(file)}}})
+    return answers_of(
+        "tests.vllm.run_small_pool", "requests", {"additional_config": {"fp8attn": {"scales": str(file)}}}
+    )
 
 
 # vllm#50702
 def test_answers_in_a_full_pool_are_those_of_each_request_alone(found):
     """Reported: with prefix caching and a pool that is always full, answers have words of other requests."""
     assert len(found["alone"]["answers"]) == PROMPTS and found["preemptions"] > 0
-    assert found["together"]["cached"] >= (PROMPTS - 4) * (SHARED // 128) * 128  # the first step computes it for those in the step
+    assert (
+        found["together"]["cached"] >= (PROMPTS - 4) * (SHARED // 128) * 128
+    )  # the first step computes it for those in the step
     check_near_ties(found["together"], found["alone"])
     equal = sum(map(list.__eq__, found["together"]["answers"], found["alone"]["answers"]))
     print(f"{found['preemptions']:.0f} preemptions; {equal} of {PROMPTS} answers are equal")
@@ -60,7 +64,9 @@ def test_layers_with_and_without_windows_get_blocks_of_each_other(tmp_path):
     """Reported: blocks that a window has left go to layers without one, and what is still in them makes NaNs. Here the
     pool has just the blocks of the longest prompt, and what was in them makes no difference to the bit, even NaNs."""
     model, prompts, _ = save(
-        tmp_path, (900, 700, 30), **GEMMA3 | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        tmp_path,
+        (900, 700, 30),
+        **GEMMA3 | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     )
     options = {"model": str(model), "prompts": str(prompts), "max_num_batched_tokens": 256}
     options |= {"num_gpu_blocks_override": 15, "max_model_len": 908}
@@ -72,12 +78,18 @@ def test_layers_with_and_without_windows_get_blocks_of_each_other(tmp_path):
 
 
 # vllm#45704
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM offloads with CUDA streams, which its build for CPUs has not")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="vLLM offloads with CUDA streams, which its build for CPUs has not"
+)
 def test_blocks_that_were_offloaded_come_back_as_they_were():
     """Reported: a store to the host's memory does not wait for the kernels that write the blocks: right alone, garbled
     under load."""
     options = {"num_gpu_blocks_override": 60, "gpu_memory_utilization": 0.3}
-    kept, offloaded = (answers_of("tests.vllm.run_small_pool", "load", options | own) for own in ({}, {"kv_offloading_size": 2}))
+    kept, offloaded = (
+        answers_of("tests.vllm.run_small_pool", "load", options | own) for own in ({}, {"kv_offloading_size": 2})
+    )
     for found, expected in zip(offloaded["rounds"], kept["rounds"], strict=True):
         check_near_ties(found, expected)
-    assert sum(x["cached"] for x in offloaded["rounds"]) > sum(x["cached"] for x in kept["rounds"])  # blocks that the pool had given away
+    assert sum(x["cached"] for x in offloaded["rounds"]) > sum(
+        x["cached"] for x in kept["rounds"]
+    )  # blocks that the pool had given away

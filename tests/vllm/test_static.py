@@ -24,8 +24,13 @@ def test_new_weights_leave_what_is_static_at_its_address(builder, monkeypatch, f
     for name in ADDED:
         before[name].zero_()  # as if the memory had been discarded
     made.process_weights_after_loading(torch.bfloat16)
-    assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {name: x.data_ptr() for name, x in before.items()}
-    assert made.engine_layer.format.stored_k_mean is before[ADDED[0]] and made.engine_layer.format.v_mean is before[ADDED[1]]
+    assert {name: x.data_ptr() for name, x in layer.named_buffers()} == {
+        name: x.data_ptr() for name, x in before.items()
+    }
+    assert (
+        made.engine_layer.format.stored_k_mean is before[ADDED[0]]
+        and made.engine_layer.format.v_mean is before[ADDED[1]]
+    )
     assert torch.equal(prompt(builder, made, layer, cache), expected)
 
 
@@ -46,7 +51,9 @@ def test_what_is_static_outlives_sleep(builder, monkeypatch, file_of_scales):
 def test_a_layer_that_shares_pages_has_the_means_of_its_target(monkeypatch, file_of_scales):
     target, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}})
     name = "model.layers.1.self_attn.attn"
-    made, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name, kv_sharing_target_layer_name=LAYER)
+    made, _ = layer_impl(
+        monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name, kv_sharing_target_layer_name=LAYER
+    )
     assert target.engine_layer.writes and not made.engine_layer.writes
     for mean, expected in zip(means_of(made), means_of(target), strict=True):
         assert expected.any() and torch.equal(mean, expected)
@@ -62,7 +69,12 @@ def test_blocks_of_an_engine_with_other_options_are_an_error(builder, monkeypatc
     written = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
     prompt(builder, made, layer, written)
     assert (engine_marks_of(made.engine_layer.pool) == made.engine_layer.mark).all()  # and appends leave it
-    for options, ends in (({}, False), ({"key_dtype": "e4m3"}, True), ({"scales": file_of_scales}, True), ({"exact": True}, False)):
+    for options, ends in (
+        ({}, False),
+        ({"key_dtype": "e4m3"}, True),
+        ({"scales": file_of_scales}, True),
+        ({"exact": True}, False),
+    ):
         other, layer = layer_impl(monkeypatch, {"fp8attn": options}, connector=connector)
         cache = torch.zeros_like(written)
         if not fresh:
@@ -81,14 +93,22 @@ def test_layers_of_a_draft_model_have_the_mark_of_the_model(monkeypatch, tmp_pat
     """Groups of layers may share memory, and a page has one mark."""
     qwen2(num_attention_heads=8, num_key_value_heads=4, hidden_size=8 * D).save_pretrained(tmp_path)
     given = {"connector": connected("ExampleConnector"), "target": str(tmp_path)}
-    target, draft = (layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases"))
-    assert target.engine_layer.has_means and not draft.engine_layer.has_means and target.engine_layer.mark == draft.engine_layer.mark
+    target, draft = (
+        layer_impl(monkeypatch, checkpoint=x, ranks=2, **given)[0] for x in (tmp_path, "a draft without biases")
+    )
+    assert (
+        target.engine_layer.has_means
+        and not draft.engine_layer.has_means
+        and target.engine_layer.mark == draft.engine_layer.mark
+    )
     assert layer_impl(monkeypatch, connector=given["connector"])[0].engine_layer.mark != target.engine_layer.mark
 
 
 @pytest.mark.parametrize("head_dim", [D, 2 * D])
 def test_marks_need_blocks_of_one_layout(builder, monkeypatch, head_dim):
-    """Gemma 4 has layers of two head_dims, whose blocks come from one pool: K and V of one are where the other has its marks."""
+    """Gemma 4 has layers of two head_dims, whose blocks come from one pool: K and V of one are where the other has its
+    marks.
+    """
     made, layer = layer_impl(monkeypatch, connector=connected("ExampleConnector"))
     other, beside = layer_impl(monkeypatch, name="model.layers.2.self_attn.attn")
     cache = beside.kv_cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
@@ -98,7 +118,8 @@ def test_marks_need_blocks_of_one_layout(builder, monkeypatch, head_dim):
         prompt(builder, made, layer, cache)
     else:
         with pytest.raises(
-            UsageError, match=r"shares its blocks with model.layers.2.* has another head_dim: leave out --kv-transfer-config"
+            UsageError,
+            match=r"shares its blocks with model.layers.2.* has another head_dim: leave out --kv-transfer-config",
         ):
             prompt(builder, made, layer, cache)
 
@@ -108,7 +129,9 @@ def test_a_file_of_scales_needs_layers_of_one_head_dim(monkeypatch, file_of_scal
     other, beside = layer_impl(monkeypatch)
     other.head_size = 2 * D
     made._config.compilation_config.static_forward_context["beside"] = beside
-    with pytest.raises(UsageError, match=r"with the option scales: its layers have head_dim 64 and 128, .* leave it out"):
+    with pytest.raises(
+        UsageError, match=r"with the option scales: its layers have head_dim 64 and 128, .* leave it out"
+    ):
         made._engine_layer(layer)
 
 

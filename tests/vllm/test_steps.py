@@ -21,11 +21,17 @@ def test_decodes_and_prompts_are_two_parts(builder):
     step = Step([1, 1, 5, 200], [300, 20, 5, 456], [[i * 6 + j for j in range(6)] for i in range(4)])
     decodes, prompts = builder.build(0, step).parts
     assert (decodes.tokens, decodes.max_seqlen, decodes.cu_seqlens.tolist()) == (slice(0, 2), 1, [0, 1, 2])
-    assert decodes.cache_seqlens.tolist() == [300, 20] and decodes.page_table.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert decodes.cache_seqlens.tolist() == [300, 20] and decodes.page_table.tolist() == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+    ]
     assert decodes.cache_seqlens.data_ptr() == step.seq_lens.data_ptr()  # CUDA graphs read vLLM's buffers
     # The prompts' table is as wide as the longest sequence.
     assert (prompts.tokens, prompts.max_seqlen, prompts.cu_seqlens.tolist()) == (slice(2, 207), 200, [0, 5, 205])
-    assert prompts.cache_seqlens.tolist() == [5, 456] and prompts.page_table.tolist() == [[12, 13, 14, 15], [18, 19, 20, 21]]
+    assert prompts.cache_seqlens.tolist() == [5, 456] and prompts.page_table.tolist() == [
+        [12, 13, 14, 15],
+        [18, 19, 20, 21],
+    ]
     for x in (prompts.cu_seqlens, prompts.cache_seqlens, prompts.page_table):
         assert x.data_ptr() % 16 == 0  # otherwise kernels would be compiled while serving
 
@@ -65,7 +71,9 @@ def test_padded_requests_write_nothing_and_answer_zeros(builder, monkeypatch, pa
     q, k, v = (torch.randn(3, heads, D, generator=generator) for heads in (GROUP * HEADS, HEADS, HEADS))
     real = Step([1], [201], [[1, 2]])
     again = cache.clone()
-    expected = made.forward(layer, q[:1], k[:1], v[:1], again, builder.build(0, real), torch.full_like(q[:1], torch.nan))
+    expected = made.forward(
+        layer, q[:1], k[:1], v[:1], again, builder.build(0, real), torch.full_like(q[:1], torch.nan)
+    )
     for x in (q, k, v):
         x[1:] = torch.nan
     made.engine_layer.pool = None  # bind to the other copy
@@ -80,13 +88,19 @@ def test_padded_requests_write_nothing_and_answer_zeros(builder, monkeypatch, pa
 @pytest.mark.parametrize("queries", [[1, 1, 5, 200], [1, 1, 1], [7, 200], [200]])
 def test_another_group_of_blocks_has_another_table_only(builder, queries):
     lengths = [max(300, n) for n in queries]
-    first, second = (Step(queries, lengths, [[i * 6 + j + more for j in range(6)] for i in range(len(queries))]) for more in (0, 50))
+    first, second = (
+        Step(queries, lengths, [[i * 6 + j + more for j in range(6)] for i in range(len(queries))]) for more in (0, 50)
+    )
     expected = builder.build(0, second).parts
     found = builder.update_block_table(builder.build(0, first), second.block_table_tensor, None).parts
     assert len(found) == len(expected)
     for part, other in zip(found, expected, strict=True):
         assert torch.equal(part.page_table, other.page_table) and part.page_table.stride() == other.page_table.stride()
-        assert (part.tokens, part.max_seqlen, part.cache_seqlens.tolist()) == (other.tokens, other.max_seqlen, other.cache_seqlens.tolist())
+        assert (part.tokens, part.max_seqlen, part.cache_seqlens.tolist()) == (
+            other.tokens,
+            other.max_seqlen,
+            other.cache_seqlens.tolist(),
+        )
         if part.tokens.start == 0:
             assert part.page_table.data_ptr() == second.block_table_tensor.data_ptr()  # CUDA graphs read vLLM's buffer
         else:
@@ -94,22 +108,29 @@ def test_another_group_of_blocks_has_another_table_only(builder, queries):
 
 
 def test_drafting_in_cuda_graphs(builder):
-    """vLLM records several drafts in one graph: metadata of decodes has views of vLLM's buffers, so an update has nothing to do."""
+    """vLLM records several drafts in one graph: metadata of decodes has views of vLLM's buffers, so an update has
+    nothing to do.
+    """
     step = Step([1, 1], [300, 20], [[1, 2, 3], [4, 5, 6]])
     metadata = builder.build(0, step)
     step.seq_lens += 1
     assert builder.supports_draft_decode_metadata_update and builder.update_draft_decode_metadata(metadata) is None
     assert (
-        metadata.parts[0].cache_seqlens.tolist() == [301, 21] and metadata.parts[0].cu_seqlens.data_ptr() == step.query_start_loc.data_ptr()
+        metadata.parts[0].cache_seqlens.tolist() == [301, 21]
+        and metadata.parts[0].cu_seqlens.data_ptr() == step.query_start_loc.data_ptr()
     )
     speculation = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
     config = SimpleNamespace(speculative_config=speculation, use_v2_model_runner=True)
     assert FP8AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len(config, None) == 4
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"logits_soft_cap": 20.0}, {"sinks": torch.tensor([0.0, 1.0, 2.0, 3.0])}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 100}, {"logits_soft_cap": 20.0}, {"sinks": torch.tensor([0.0, 1.0, 2.0, 3.0])}]
+)
 def test_a_layers_steps(builder, monkeypatch, options):
-    """A prompt in two chunks beside a decode, in scattered poisoned blocks: the bytes of one append, and the reference's output."""
+    """A prompt in two chunks beside a decode, in scattered poisoned blocks: the bytes of one append, and the
+    reference's output.
+    """
     torch.manual_seed(0)
     made, layer = layer_impl(monkeypatch, **options)
     cache = torch.full((9, HEADS, 128, 2 * D + 1), 0x7F, dtype=torch.uint8)
@@ -127,15 +148,18 @@ def test_a_layers_steps(builder, monkeypatch, options):
         for i, out in enumerate(output.split(queries)):
             outputs[i].append(out)
     for i, length in enumerate(held):
-        whole = fp8attn.from_dense(k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference")
+        whole = fp8attn.from_dense(
+            k[i : i + 1, :length].transpose(1, 2), v[i : i + 1, :length].transpose(1, 2), backend="reference"
+        )
         pages = whole.with_pool(made.engine_layer.pool[tables[i]][: whole.num_pages])
         for x, y in zip(pages.read(0, length), whole.read(0, length), strict=True):
             assert torch.equal(x, y)  # whatever the chunks were
         window, softcap, sinks = (options.get(name) for name in ("sliding_window", "logits_soft_cap", "sinks"))
         params = AttentionParams(None, length, True, 0.125, window or 0, softcap or 0.0, sinks)
         expected, _ = reference.attention(q[i, :length], whole, params)
-        # The last step: equal but for a step of BF16, because the order of the reference's sums depends on the number of rows. Before it, a
-        # page's scale can be smaller than in the end (`numerics.settle`): values of up to 5 then differ by 5 / 127 at most.
+        # The last step: equal but for a step of BF16, because the order of the reference's sums depends on the number
+        # of rows. Before it, a page's scale can be smaller than in the end (`numerics.settle`): values of up to 5 then
+        # differ by 5 / 127 at most.
         torch.testing.assert_close(outputs[i][-1], expected[-len(outputs[i][-1]) :], rtol=2**-7, atol=2**-12)
         torch.testing.assert_close(torch.cat(outputs[i]), expected, rtol=0, atol=5 / 127)
 
@@ -160,7 +184,9 @@ def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
     torch.manual_seed(0)
     offset = 50.0
     ones, mean = torch.ones(HEADS), torch.full((HEADS, D), offset)
-    KVScales({3: LayerScales(ones, ones, mean, mean)}, num_layers=4, num_kv_heads=HEADS, head_dim=D).save(tmp_path / "scales.safetensors")
+    KVScales({3: LayerScales(ones, ones, mean, mean)}, num_layers=4, num_kv_heads=HEADS, head_dim=D).save(
+        tmp_path / "scales.safetensors"
+    )
     k, v = (torch.randn(130, HEADS, D) + offset for _ in range(2))
     q = torch.randn(130, GROUP * HEADS, D)
     step = Step([130], [130], [[1, 2]])
@@ -177,7 +203,9 @@ def test_means_of_a_calibration(builder, monkeypatch, tmp_path):
 
 
 def test_static_scales(builder, monkeypatch, tmp_path):
-    """Chunks of a prompt, whose pages get no scales of their own: each chunk's output is that of the whole prompt, also inside a page."""
+    """Chunks of a prompt, whose pages get no scales of their own: each chunk's output is that of the whole prompt, also
+    inside a page.
+    """
     torch.manual_seed(0)
     scales = torch.tensor([4 / 127, 5 / 127])
     layer = LayerScales(scales, torch.full((HEADS,), 2.0**-4), torch.zeros(HEADS, D), torch.ones(HEADS, D))
@@ -195,16 +223,29 @@ def test_static_scales(builder, monkeypatch, tmp_path):
             now = slice(done, done + chunk)
             done += chunk
             parts.append(
-                made.forward(layer, q[now], k[now], v[now], cache, builder.build(0, Step([chunk], [done], [[4, 1, 3]])), q[now] * 0)
+                made.forward(
+                    layer,
+                    q[now],
+                    k[now],
+                    v[now],
+                    cache,
+                    builder.build(0, Step([chunk], [done], [[4, 1, 3]])),
+                    q[now] * 0,
+                )
             )
         outputs.append(torch.cat(parts))
         header = made.engine_layer.pool[:, :, -128:].view(torch.float32)
         assert torch.equal(header[:, :, 0], scales.expand(5, HEADS)) and (header[:, :, 1] == 2.0**-4).all()
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)  # the order of sums depends on the number of rows
+    torch.testing.assert_close(
+        outputs[0], outputs[1], rtol=1e-6, atol=1e-6
+    )  # the order of sums depends on the number of rows
 
     layer.kv_cache = cache
     refused = "layers.3.self_attn.attn shares its blocks with model.layers.2.self_attn.attn, .* leave out static"
-    for impl, reason in ((made, refused), (SimpleNamespace(), "layers.2.self_attn.attn has another attention backend .* leave out static")):
+    for impl, reason in (
+        (made, refused),
+        (SimpleNamespace(), "layers.2.self_attn.attn has another attention backend .* leave out static"),
+    ):
         other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=impl)
         made._config.compilation_config.static_forward_context["other"] = other
         made.engine_layer.pool = None
@@ -234,5 +275,7 @@ def test_while_vllm_measures_memory(monkeypatch):
 
 def test_blocks_of_another_size_are_an_error(monkeypatch):
     made, _ = layer_impl(monkeypatch)
-    with pytest.raises(RuntimeError, match=r"model.layers.3.self_attn.attn blocks of 32768 bytes .* needs 33024 bytes each"):
+    with pytest.raises(
+        RuntimeError, match=r"model.layers.3.self_attn.attn blocks of 32768 bytes .* needs 33024 bytes each"
+    ):
         made.engine_layer.bind(torch.zeros(9, HEADS, 128, 2 * D, dtype=torch.uint8))

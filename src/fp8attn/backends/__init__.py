@@ -7,11 +7,12 @@
 | `"reference"` | every device, slowly |
 | `"fa3"` | an installed FlashAttention-3: dense calls only |
 
-On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`. It is chosen for each call,
-so layers of different head_dims may have different backends. A GPU never falls back to `reference`.
+On a GPU, `"auto"` is `hopper` if it can run, else `triton`, and never `reference`. On a CPU it is `reference`. It is
+chosen for each call, so layers of different head_dims may have different backends. A GPU never falls back to
+`reference`.
 
-Each backend has a file of its name (`hopper.py`, `triton.py`, `reference.py`, `fa3.py`). `base.py` has the interface, `Backend`, and
-`writer.py` the writing of pages, which `hopper` and `triton` share.
+Each backend has a file of its name (`hopper.py`, `triton.py`, `reference.py`, `fa3.py`). `base.py` has the interface,
+`Backend`, and `writer.py` the writing of pages, which `hopper` and `triton` share.
 """
 
 from __future__ import annotations
@@ -30,18 +31,32 @@ from .hopper import Hopper
 from .reference import Reference
 from .triton import Triton
 
-__all__ = ["BACKENDS", "DENSE_BACKENDS", "Backend", "choose", "fa3", "find", "load", "select_backend", "unsupported_reason"]
+__all__ = [
+    "BACKENDS",
+    "DENSE_BACKENDS",
+    "Backend",
+    "choose",
+    "fa3",
+    "find",
+    "load",
+    "select_backend",
+    "unsupported_reason",
+]
 
 _CLASSES: dict[str, type[Backend]] = {each.name: each for each in (Hopper, Triton, Reference)}
 
 
 def unsupported_reason(
-    backend: DenseBackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+    backend: DenseBackendName,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int | None = None,
 ) -> str | None:
     """Why `backend` cannot serve `dtype` inputs of `head_dim` on `device`; None if it can.
 
     Args:
-        backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`: then the reason is that of the last one that `"auto"` tries.
+        backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`: then the reason is that of the last one
+            that `"auto"` tries.
         head_dim: None: the smallest.
     Raises:
         UsageError: there is no such backend.
@@ -79,7 +94,9 @@ def select_backend(
 def choose(backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec) -> BackendName:
     """`select_backend` for pages of `spec`."""
     if backend == "fa3":
-        raise UsageError(f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}")
+        raise UsageError(
+            f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}"
+        )
     check_backend(backend)
     for name in _tried(backend, device):
         if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
@@ -103,5 +120,6 @@ def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec_n
     return load(choose(backend, device, dtype, spec_of(spec_name)))
 
 
-# The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments for mypy.
+# The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments
+# for mypy.
 find: Callable[[BackendName, torch.device, torch.dtype, str], Backend] = cache(_find)

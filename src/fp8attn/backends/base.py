@@ -18,7 +18,8 @@ Attention = Callable[[torch.Tensor, KVPages, AttentionParams, torch.Tensor | Non
 
 
 class Backend(Protocol):
-    """The interface of a backend: all operations on pages. An instance imports the backend's kernels; the class imports none.
+    """The interface of a backend: all operations on pages. An instance imports the backend's kernels; the class imports
+    none.
 
     `ops` has checked the arguments. `reference.py` defines the results of each method.
     """
@@ -35,34 +36,46 @@ class Backend(Protocol):
     def from_dense(self, k: torch.Tensor, v: torch.Tensor, format: KVFormat, rope: DenseRope | None = None) -> KVPages:
         """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one.
 
-        With `rope`, which E4M3 inputs do not have, K is rotated in FP32 before it is rounded, and the queries are written to `rope.out`.
+        With `rope`, which E4M3 inputs do not have, K is rotated in FP32 before it is rounded, and the queries are
+        written to `rope.out`.
         """
         ...
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        params: AttentionParams,
+        out: torch.Tensor | None = None,
+        new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without `params.return_lse`, lse is
-        unspecified.
+        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without
+        `params.return_lse`, lse is unspecified.
 
-        `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are `[num_seqs, S, num_q_heads, head_dim]` of
-        any strides, and the result has the memory order of q. They may be E4M3; the result is then bfloat16.
+        `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are
+        `[num_seqs, S, num_q_heads, head_dim]` of any strides, and the result has the memory order of q. They may be
+        E4M3; the result is then bfloat16.
 
-        `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written before that launch: a
-        kernel may then begin before the pages are written, and needs neither their table nor lengths. 0: nothing is known of them.
+        `new_keys` is the length of K if `from_dense` made these pages, and all else that attention reads was written
+        before that launch: a kernel may then begin before the pages are written, and needs neither their table nor
+        lengths. 0: nothing is known of them.
         """
         ...
 
 
 def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of rows that see no key."""
-    return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(
+        q.shape[:-1], -torch.inf, dtype=torch.float32
+    )
 
 
 def attend_tokens(
     kernel: Attention, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]` and always returns an LSE."""
+    """`Backend.attention` with a kernel that takes only queries `[T, num_q_heads, head_dim]` and always
+    returns an LSE.
+    """
     if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
         return empty_rows(q, out)
     if q.dim() == 3:

@@ -4,9 +4,9 @@
 
 It cannot read pages, because V is transposed there. So it is not a `Backend`, and `dense/strategies.py` calls it.
 
-There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op is found by its
-namespace and called by the names in its schema; nothing is registered or activated here. A build's version does not determine how it sums.
-`fp8attn_tools/diagnostics/accumulation.py` measures this.
+There are several builds of this kernel (arXiv:2407.08608). Each registers its own torch op with its own schema. The op
+is found by its namespace and called by the names in its schema; nothing is registered or activated here. A build's
+version does not determine how it sums. `fp8attn_tools/diagnostics/accumulation.py` measures this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attenti
 
 # By the name that users import, in order of preference: the op's namespace, and the library that registers the op.
 BUILDS = {
-    "flash_attn_interface": ("flash_attn_3", "flash_attn_3", "_C*.so"),  # also what PyTorch runs once its "FA3" is activated
+    "flash_attn_interface": (
+        "flash_attn_3",
+        "flash_attn_3",
+        "_C*.so",
+    ),  # also what PyTorch runs once its "FA3" is activated
     "fa3_fwd_interface": ("fa3_fwd", "fa3_fwd", "_C*.so"),
     "vllm": ("_vllm_fa3_C", "vllm", "vllm_flash_attn/_vllm_fa3_C*.so"),
 }
@@ -36,7 +40,8 @@ BUILDS = {
 GIVEN = ("q", "k", "v", "softmax_scale", "is_causal")
 # Values that switch a feature off, where a schema has no default.
 NEUTRAL = {
-    "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False, "num_splits": 0,
+    "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0,
+    "is_rotary_interleaved": False, "num_splits": 0,
     "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0,
 }  # fmt: skip
 
@@ -97,7 +102,8 @@ def find(name: str) -> Build:
             neutral.append(NEUTRAL[argument.name])
         else:
             raise LookupError(
-                f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn cannot set; install another build"
+                f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn cannot set; install "
+                f"another build"
             )
     return Build(name, op, tuple(neutral), {argument.name: i for i, argument in enumerate(op._schema.arguments)})
 
@@ -141,8 +147,8 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
 def quantize(
     x: torch.Tensor, *, rotate_keys: bool, subtract_mean: bool, heads_per_scale: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The E4M3 codes of a dense `[B, H, S, D]` in its memory order, the scale of each sequence and group of heads, and the means of the
-    channels `[B, H, D]`. PyTorch computes them in FP32, and reads the tensor several times."""
+    """The E4M3 codes of a dense `[B, H, S, D]` in its memory order, the scale of each sequence and group of heads, and
+    the means of the channels `[B, H, D]`. PyTorch computes them in FP32, and reads the tensor several times."""
     y = rotation.rotate(x.float()) if rotate_keys else x.float()
     mean = None
     if subtract_mean:
@@ -184,7 +190,9 @@ def attention(
     build = build or default()
     result = torch.empty_like(q, dtype=torch.bfloat16)
     q, k, v, out = (x.transpose(1, 2) for x in (q, k, v, result))
-    arguments = dict(q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal)
+    arguments = dict(
+        q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal
+    )
     if build.name != "vllm":
         build(q=q, k=k, v=v, out=out, **arguments)
         return result

@@ -23,13 +23,16 @@ MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory
 def refusal(spec: PageSpec) -> str | None:
     """Why these kernels do not take pages of `spec`, on any GPU; None if they do."""
     if spec.refusal is None and spec.k_dim > MOST_CHANNELS:
-        return f"the kernels for Hopper take a head_dim of up to {MOST_CHANNELS}, not {spec.k_dim}; the backend 'triton' takes it"
+        return (
+            f"the kernels for Hopper take a head_dim of up to {MOST_CHANNELS}, not {spec.k_dim}; the backend 'triton' "
+            f"takes it"
+        )
     return spec.refusal
 
 
 class Hopper(Writer):
-    """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many, whose speed
-    arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all."""
+    """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many,
+    whose speed arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all."""
 
     name: BackendName = "hopper"
 
@@ -51,7 +54,12 @@ class Hopper(Writer):
         return refusal(spec)
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        params: AttentionParams,
+        out: torch.Tensor | None = None,
+        new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         invariant = params.batch_invariant
         if not invariant and params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:

@@ -25,6 +25,11 @@ class Reference:
         return spec.refusal
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        params: AttentionParams,
+        out: torch.Tensor | None = None,
+        new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return attend_tokens(reference.attention, q, pages, params, out)

@@ -39,11 +39,16 @@ class Triton(Writer):
         return spec.refusal
 
     def attention(
-        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None, new_keys: int = 0
+        self,
+        q: torch.Tensor,
+        pages: KVPages,
+        params: AttentionParams,
+        out: torch.Tensor | None = None,
+        new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if params.batch_invariant:
             raise UsageError(
-                "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another batch. Pass "
-                "backend='reference', or run on a Hopper GPU, whose kernels take a head_dim of up to 256"
+                "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another "
+                "batch. Pass backend='reference', or run on a Hopper GPU, whose kernels take a head_dim of up to 256"
             )
         return attend_tokens(self._kernel, q, pages, params, out)

@@ -53,8 +53,8 @@ class Ahead:
     """What one cache has prepared.
 
     Attributes:
-        attention: how layers attend. A cache whose caller knows it from the start prepares appends and attention together. Others learn it
-            from the first attention of each layer.
+        attention: how layers attend. A cache whose caller knows it from the start prepares appends and attention
+            together. Others learn it from the first attention of each layer.
         attended: layers whose first attention was seen.
     """
 
@@ -80,7 +80,9 @@ class Ahead:
         first.prepare(cache.device, found)
 
     def attend(self, cache: Cache, index: int, q: torch.Tensor, step: Step, attention: Attention) -> None:
-        """Before the first attention of layer `index`: prepare attention of this kind for all layers, in this step and in a decode step."""
+        """Before the first attention of layer `index`: prepare attention of this kind for all layers, in this step and
+        in a decode step.
+        """
         self.attended.add(index)
         if attention in self.attention or not step.longest or self._name == REFERENCE:
             return
@@ -109,6 +111,10 @@ def _attend(layer: Layer, cache: Cache, step: Step, attention: Attention) -> Ite
     layer = replace(layer, num_q_heads=num_q_heads, attention=options)
     held = max(_columns(cache, step) - num_pages_of(step.longest), 0)
     ragged = 0 if step.cu_seqlens is None else step.num_tokens
-    yield partial(calls.attend, layer, cache.num_seqs, step.longest, held, leftpad=leftpad, ragged=ragged, causal=causal)
-    held = max(cache.table.page_table.shape[1] - 1, 0)  # a static cache then no longer knows how few columns have tokens
+    yield partial(
+        calls.attend, layer, cache.num_seqs, step.longest, held, leftpad=leftpad, ragged=ragged, causal=causal
+    )
+    held = max(
+        cache.table.page_table.shape[1] - 1, 0
+    )  # a static cache then no longer knows how few columns have tokens
     yield partial(calls.attend, layer, cache.num_seqs, 1, held, leftpad=leftpad)

@@ -21,7 +21,8 @@ class LayerPages:
         num_kv_heads: heads of K and V.
         spec: what its pages hold.
         rotate_keys: whether keys are rotated before quantization.
-        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated. None: zero.
+        k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated.
+            None: zero.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.
         device: the device of the pool.
     Attributes:
@@ -45,8 +46,13 @@ class LayerPages:
         head_dim, key_dtype = spec.k_dim, spec.k.name
         if scales is not None:
             if not isinstance(scales, LayerScales):
-                raise TypeError(f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a layer's")
-            if scales.k_mean.shape != (num_kv_heads, head_dim) or {scales.k_scale.shape, scales.v_scale.shape} != {(num_kv_heads,)}:
+                raise TypeError(
+                    f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a "
+                    f"layer's"
+                )
+            if scales.k_mean.shape != (num_kv_heads, head_dim) or {scales.k_scale.shape, scales.v_scale.shape} != {
+                (num_kv_heads,)
+            }:
                 raise ValueError(
                     f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, with k_scale "
                     f"{tuple(scales.k_scale.shape)} and v_scale {tuple(scales.v_scale.shape)}, and the cache has "
@@ -54,8 +60,8 @@ class LayerPages:
                 )
             if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
                 raise ValueError(
-                    f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the cache has "
-                    f"{key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
+                    f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the "
+                    f"cache has {key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
                 )
             if k_mean is not None or v_mean is not None:
                 raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
@@ -70,7 +76,10 @@ class LayerPages:
         self.format = KVFormat(spec.name, rotate_keys)
         if k_mean is not None or v_mean is not None:
             k_mean = None if k_mean is None else k_mean.float()
-            self.use_means(rotate(k_mean) if k_mean is not None and rotate_keys else k_mean, None if v_mean is None else v_mean.float())
+            self.use_means(
+                rotate(k_mean) if k_mean is not None and rotate_keys else k_mean,
+                None if v_mean is None else v_mean.float(),
+            )
         self.pool: torch.Tensor | None = None
 
     def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
@@ -86,7 +95,9 @@ class LayerPages:
     @lasting
     def fit(self, num_pages: int) -> torch.Tensor:
         """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
-        pool = torch.zeros(num_pages, self.num_kv_heads, self.format.layout.nbytes, dtype=torch.uint8, device=self.device)
+        pool = torch.zeros(
+            num_pages, self.num_kv_heads, self.format.layout.nbytes, dtype=torch.uint8, device=self.device
+        )
         if self.pool is not None:
             pool[: len(self.pool)] = self.pool
         if self.scales is not None:

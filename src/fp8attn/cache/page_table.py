@@ -1,10 +1,11 @@
 """The pages of each sequence: the bookkeeping that all layers of a cache share.
 
-The host has the lengths, page tables and reference counts. The device has one page table for all layers. It has the lengths of each layer
-separately, because each layer's append advances its own. Sequences that were copied share pages until one of them writes (copy-on-write).
+The host has the lengths, page tables and reference counts. The device has one page table for all layers. It has the
+lengths of each layer separately, because each layer's append advances its own. Sequences that were copied share pages
+until one of them writes (copy-on-write).
 
-With a window, `reserve` gives back pages that no later query sees. Positions stay absolute: the entry of such a page is -1 on the host. On
-the device it is 0, a valid page, and kernels read no column left of the window.
+With a window, `reserve` gives back pages that no later query sees. Positions stay absolute: the entry of such a page is
+-1 on the host. On the device it is 0, a valid page, and kernels read no column left of the window.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ..formats.page_layout import PAGE_SIZE
 P = ParamSpec("P")
 R = TypeVar("R")
 MOST_SEQUENCES = 2**20  # each has lists on the host
-SLACK = 64  # tokens of a sequence with a window that can be dropped besides those of the last step: transformers drafts 20 by default
+# tokens of a sequence with a window that can be dropped besides those of the last step: transformers drafts 20 by
+# default
+SLACK = 64
 
 
 def lasting(method: Callable[P, R]) -> Callable[P, R]:
@@ -42,7 +45,8 @@ class Change(NamedTuple):
     Attributes:
         num_pages: pages of the pool. A pool with fewer grows.
         sources, targets: pages to copy.
-        tails: pages from which to drop the tokens past the end of their sequence, and the tokens to keep (after the copies).
+        tails: pages from which to drop the tokens past the end of their sequence, and the tokens to keep (after the
+            copies).
     """
 
     num_pages: int
@@ -62,7 +66,9 @@ def first_column(length: int, window: int | None) -> int:
 
 
 def pages_of_window(window: int) -> int:
-    """The most pages of a sequence that decodes with this window: of the window, of `SLACK`, and the page that is being filled."""
+    """The most pages of a sequence that decodes with this window: of the window, of `SLACK`, and the page that is being
+    filled.
+    """
     return num_pages_of(window + SLACK - 1) + 1
 
 
@@ -79,18 +85,20 @@ class PageTable:
         lengths: tokens of each sequence.
         tables: the pages of each sequence, in order; -1 for a page left of the window that was given back.
         references: the number of sequences that have each page.
-        tails: sequences whose last page may have tokens past their length, of a draft or of the sequence that they are a copy of.
-            `reserve` drops these: a NaN in V would reach the sequence, because 0 * NaN is NaN.
+        tails: sequences whose last page may have tokens past their length, of a draft or of the sequence that they are
+            a copy of. `reserve` drops these: a NaN in V would reach the sequence, because 0 * NaN is NaN.
         grows: whether the pools grow.
-        recording: whether `truncate` gives back pages left of the window, and `reserve` does not, so that any token since the last
-            `truncate` can be dropped.
+        recording: whether `truncate` gives back pages left of the window, and `reserve` does not, so that any token
+            since the last `truncate` can be dropped.
         free: pages that no sequence has. The last one is used first.
         page_table: `[num_seqs, max_pages]` int32, `tables` on the device; entries past a sequence's last page are zero.
-        cache_seqlens: `[num_seqs]` int32 for each layer, each in its own memory. Compiled code writes to them in place, and torch does not
-            support that for views of one tensor.
+        cache_seqlens: `[num_seqs]` int32 for each layer, each in its own memory. Compiled code writes to them in place,
+            and torch does not support that for views of one tensor.
     """
 
-    def __init__(self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device, window: int | None = None) -> None:
+    def __init__(
+        self, num_layers: int, num_seqs: int, num_pages: int | None, device: torch.device, window: int | None = None
+    ) -> None:
         self.device, self.window, self.recording = device, window, False
         self.lengths = [0] * num_seqs
         self.tables: list[list[int]] = [[] for _ in range(num_seqs)]
@@ -98,7 +106,8 @@ class PageTable:
         self.free = list(reversed(range(num_pages or 0)))
         self.tails: set[int] = set()
         self.grows = num_pages is None
-        # Tokens that every sequence can append without new pages or copies. `reserve` sets it; truncate, select and copy set it to zero.
+        # Tokens that every sequence can append without new pages or copies. `reserve` sets it; truncate, select and
+        # copy set it to zero.
         self.headroom = 0
         self.page_table = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
         self.cache_seqlens = [torch.zeros(num_seqs, dtype=torch.int32, device=device) for _ in range(num_layers)]
@@ -121,19 +130,22 @@ class PageTable:
     # Appending tokens
 
     def reserve(self, lengths: list[int], apply: Callable[[Change], None]) -> None:
-        """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write to or of which it
-        has only the first tokens. Give back pages left of the window.
+        """Allocate pages for `lengths` tokens of each sequence, and copies of shared pages that the sequence will write
+        to or of which it has only the first tokens. Give back pages left of the window.
 
         Args:
             lengths: tokens of each sequence.
-            apply: makes a change in the pool of every layer. It is called before the table changes, and writes only where no sequence has
-                tokens. So if it raises (a GPU has no memory for a larger pool), every sequence still has its tokens.
+            apply: makes a change in the pool of every layer. It is called before the table changes, and writes only
+                where no sequence has tokens. So if it raises (a GPU has no memory for a larger pool), every sequence
+                still has its tokens.
         Raises:
             OutOfPagesError: the pool has a fixed size and is too small. Nothing was changed.
         """
         added = [max(0, num_pages_of(length) - len(table)) for table, length in zip(self.tables, lengths, strict=True)]
         copied: list[tuple[int, int]] = []  # (sequence, column of its table)
-        leaving: dict[int, int] = {}  # the number of copies of each shared page; the last sequence that writes to it keeps the page
+        leaving: dict[
+            int, int
+        ] = {}  # the number of copies of each shared page; the last sequence that writes to it keeps the page
         # Of sequences that share a page, one with tails leaves it to a longer one, and to one without.
         for seq in sorted(range(self.num_seqs), key=lambda seq: self.lengths[seq] if seq in self.tails else math.inf):
             table, length = self.tables[seq], max(lengths[seq], self.lengths[seq])
@@ -147,12 +159,14 @@ class PageTable:
         if any(added) or copied or self.tails or behind:
             self._assign(added, copied, behind, apply)
         self.headroom = min(
-            num_pages_of(length) * PAGE_SIZE - old if length > old else 0 for old, length in zip(self.lengths, lengths, strict=True)
+            num_pages_of(length) * PAGE_SIZE - old if length > old else 0
+            for old, length in zip(self.lengths, lengths, strict=True)
         )
 
     @lasting
     def begin(self, length: int) -> None:
-        """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its lengths.
+        """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its
+        lengths.
 
         The pages are in the order of the sequences, as `fp8attn.from_dense` writes them.
         """
@@ -161,12 +175,15 @@ class PageTable:
         self.tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
         self.lengths = [length] * self.num_seqs
         self.headroom = columns * PAGE_SIZE - length if self.window is None else 0
-        self.page_table = torch.arange(self.num_pages, dtype=torch.int32, device=self.device).view(self.num_seqs, columns)
+        self.page_table = torch.arange(self.num_pages, dtype=torch.int32, device=self.device).view(
+            self.num_seqs, columns
+        )
         for lengths in self.cache_seqlens:
             lengths.fill_(length)
 
     def fill(self, lengths: list[int], tables: list[list[int]]) -> list[int]:
-        """Set the lengths of an empty table, and allocate a page for each page of another pool that `tables` name. Sharing stays the same.
+        """Set the lengths of an empty table, and allocate a page for each page of another pool that `tables` name.
+        Sharing stays the same.
 
         Returns:
             The pages to write, in the order of the other pool.
@@ -185,7 +202,9 @@ class PageTable:
         return taken
 
     def advance(self, new: list[int], longest: int) -> None:
-        """Add `new` tokens to the host's length of each sequence. The layers append them on the device. `longest` is the largest number."""
+        """Add `new` tokens to the host's length of each sequence. The layers append them on the device. `longest` is
+        the largest number.
+        """
         self.lengths = [old + n for old, n in zip(self.lengths, new, strict=True)]
         # After a long step the next one reserves, which gives back pages left of the window.
         self.headroom = 0 if self.window is not None and longest > PAGE_SIZE else max(0, self.headroom - longest)
@@ -214,17 +233,21 @@ class PageTable:
         self.write_lengths()
 
     def check_held(self, seq: int, length: int) -> None:
-        """Raise RuntimeError if a sequence cannot go back to `length` tokens: a page that its next query would see was given back."""
+        """Raise RuntimeError if a sequence cannot go back to `length` tokens: a page that its next query would see was
+        given back.
+        """
         table, column = self.tables[seq], first_column(length, self.window)
         if length and column < len(table) and table[column] < 0:
             raise RuntimeError(
-                f"sequence {seq} of {self.lengths[seq]} tokens cannot go back to {length}: pages of the {self.window} tokens before were "
-                f"given back. Drop all tokens (reset), or only those of the last step and up to {SLACK} more. FP8Cache: call "
-                "activate_past_recording() before tokens that may be cropped"
+                f"sequence {seq} of {self.lengths[seq]} tokens cannot go back to {length}: pages of the {self.window} "
+                f"tokens before were given back. Drop all tokens (reset), or only those of the last step and up to "
+                f"{SLACK} more. FP8Cache: call activate_past_recording() before tokens that may be cropped"
             )
 
     def first_held(self, seq: int, length: int) -> int:
-        """The first of the last tokens of a sequence of `length`: as many as the window has, or one less if its page was given back."""
+        """The first of the last tokens of a sequence of `length`: as many as the window has, or one less if its page
+        was given back.
+        """
         first = 0 if self.window is None else max(0, length - self.window)
         return first + (first < length and self.tables[seq][first // PAGE_SIZE] < 0)
 
@@ -294,18 +317,24 @@ class PageTable:
         except TypeError:  # no integer
             found = [-1]
         if not all(0 <= number < self.num_seqs for number in found):
-            raise ValueError(f"the cache has the sequences 0 to {self.num_seqs - 1}; got {', '.join(map(repr, numbers))}")
+            raise ValueError(
+                f"the cache has the sequences 0 to {self.num_seqs - 1}; got {', '.join(map(repr, numbers))}"
+            )
         return found
 
     def indices(self, given: Iterable[int] | torch.Tensor) -> list[int]:
-        """The numbers of the sequences that `given` selects. It has numbers, or is a mask with a bool for each sequence."""
+        """The numbers of the sequences that `given` selects. It has numbers, or is a mask with a bool for each
+        sequence.
+        """
         if isinstance(given, str) or not (hasattr(given, "tolist") or isinstance(given, Iterable)):
             raise ValueError(f"indices must be numbers of sequences, or a mask with a bool for each; got {given!r}")
         chosen = given.tolist() if hasattr(given, "tolist") else list(given)
         chosen = chosen if isinstance(chosen, list) else [chosen]
         if chosen and all(isinstance(i, bool) for i in chosen):
             if len(chosen) != self.num_seqs:
-                raise ValueError(f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}")
+                raise ValueError(
+                    f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}"
+                )
             chosen = [i for i, kept in enumerate(chosen) if kept]
         if len(chosen) > MOST_SEQUENCES:
             raise ValueError(f"a cache has at most {MOST_SEQUENCES:,} sequences; got {len(chosen):,} indices")
@@ -317,13 +346,17 @@ class PageTable:
         """A number of tokens for each sequence. If one number is given, it is the same for all."""
         given = lengths.tolist() if hasattr(lengths, "tolist") else lengths
         try:
-            counts = [operator.index(count) for count in given] if isinstance(given, Iterable) else [operator.index(given)] * self.num_seqs
+            counts = (
+                [operator.index(count) for count in given]
+                if isinstance(given, Iterable)
+                else [operator.index(given)] * self.num_seqs
+            )
         except TypeError:  # no integer
             counts = [-1]
         if len(counts) != self.num_seqs or min(counts) < 0 or max(counts) > LARGEST:
             raise ValueError(
-                f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got {given!r} "
-                f"(the most: {LARGEST:,})"
+                f"lengths must be one count of tokens >= 0, or {self.num_seqs} of them, one for each sequence; got "
+                f"{given!r} (the most: {LARGEST:,})"
             )
         return counts
 
@@ -334,10 +367,12 @@ class PageTable:
     # Pages
 
     def compact(self, take: Callable[[list[int]], None]) -> None:
-        """Make the pools of a table with a window smaller if more than a third of their pages are free, as after a long prompt.
+        """Make the pools of a table with a window smaller if more than a third of their pages are free, as after a long
+        prompt.
 
         Args:
-            take: replaces the pool of every layer with copies of these pages of it, in this order. If it raises, nothing was changed.
+            take: replaces the pool of every layer with copies of these pages of it, in this order. If it raises,
+                nothing was changed.
         """
         if self.window is None or not self.grows or 3 * len(self.free) <= len(self.references):
             return
@@ -352,14 +387,20 @@ class PageTable:
         self._write_table([(seq, 0, len(table)) for seq, table in enumerate(self.tables)])
 
     def _assign(
-        self, added: list[int], copied: list[tuple[int, int]], behind: list[tuple[int, int, int]], apply: Callable[[Change], None]
+        self,
+        added: list[int],
+        copied: list[tuple[int, int]],
+        behind: list[tuple[int, int, int]],
+        apply: Callable[[Change], None],
     ) -> None:
-        """Add this many pages to each sequence, replace the page of each (sequence, column) in `copied` with a new one, and give back
-        those `behind` the window (`_behind`)."""
+        """Add this many pages to each sequence, replace the page of each (sequence, column) in `copied` with a new one,
+        and give back those `behind` the window (`_behind`)."""
         count = sum(added) + len(copied)
         if behind:
             leaving = Counter(page for seq, start, stop in behind for page in self.tables[seq][start:stop])
-            if self.grows or count <= len(self.free) + sum(self.references[page] == leaves for page, leaves in leaving.items()):
+            if self.grows or count <= len(self.free) + sum(
+                self.references[page] == leaves for page, leaves in leaving.items()
+            ):
                 self._give_back(behind)  # before `apply`, which writes to free pages
         taken, num_pages = self._find(count)
         sources, targets = [self.tables[seq][column] for seq, column in copied], taken[: len(copied)]
@@ -382,7 +423,9 @@ class PageTable:
         self._write_table(written)
 
     def _find(self, count: int) -> tuple[list[int], int]:
-        """`count` free pages, and the number of pages of the pool that has them. A growing pool grows if it has too few."""
+        """`count` free pages, and the number of pages of the pool that has them. A growing pool grows if it has too
+        few.
+        """
         size, short = len(self.references), count - len(self.free)
         if short <= 0:
             return self.free[len(self.free) - count :][::-1], size
@@ -418,7 +461,9 @@ class PageTable:
                     self.free.append(page)
 
     def _behind(self) -> list[tuple[int, int, int]]:
-        """Columns with pages that no later query sees, also after `SLACK` tokens are dropped, as (sequence, start, stop)."""
+        """Columns with pages that no later query sees, also after `SLACK` tokens are dropped, as (sequence, start,
+        stop).
+        """
         behind = []
         for seq, (table, length) in enumerate(zip(self.tables, self.lengths, strict=True)):
             start = stop = first_column(length - SLACK, self.window)
@@ -440,7 +485,9 @@ class PageTable:
             self.tails.add(seq)
 
     def _write_table(self, written: list[tuple[int, int, int]]) -> None:
-        """Copy columns of the tables, given as (sequence, start, stop), to the device. Make the device's table wider if necessary."""
+        """Copy columns of the tables, given as (sequence, start, stop), to the device. Make the device's table wider if
+        necessary.
+        """
         table, width = self.page_table, max(map(len, self.tables))
         if width > table.shape[1]:
             # Entries past a sequence's length must name a valid page: zero does.

@@ -23,11 +23,16 @@ from .step import StaticForm, Step, _is_capturing
 
 MOST_LAYERS = 2**14  # each has tensors
 MOST_LENGTHS = 2**26  # every layer has a length of each sequence
-DROP = "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, cache.reset()"
+DROP = (
+    "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, "
+    "cache.reset()"
+)
 
 
 class Sequences:
-    """The base class of `PagedKVCache`, which describes the arguments: its state, and operations that move sequences."""
+    """The base class of `PagedKVCache`, which describes the arguments:
+    its state, and operations that move sequences.
+    """
 
     @lasting
     def __init__(
@@ -52,7 +57,8 @@ class Sequences:
         if (refusal := self.spec.refusal) is not None:
             raise UsageError(refusal)
         sizes = {
-            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages, "max_seqlen": max_seqlen,
+            "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages,
+            "max_seqlen": max_seqlen,
             "window": window,
         }  # fmt: skip
         if any(size is not None and (not is_whole(size) or not 1 <= size <= LARGEST) for size in sizes.values()):
@@ -60,22 +66,24 @@ class Sequences:
             raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {given} (the most: {LARGEST:,})")
         if num_seqs > MOST_SEQUENCES or num_layers > MOST_LAYERS or num_layers * num_seqs > MOST_LENGTHS:
             raise UsageError(
-                f"num_seqs must be at most {MOST_SEQUENCES:,}, num_layers {MOST_LAYERS:,}, and their product {MOST_LENGTHS:,}; got "
-                f"num_seqs={num_seqs:,} and num_layers={num_layers:,}"
+                f"num_seqs must be at most {MOST_SEQUENCES:,}, num_layers {MOST_LAYERS:,}, and their product "
+                f"{MOST_LENGTHS:,}; got num_seqs={num_seqs:,} and num_layers={num_layers:,}"
             )
         check_backend(backend)
         if max_seqlen is not None:
             if window is not None:
                 raise UsageError(
-                    f"window={window} gives back pages while tokens are appended, which the static form (max_seqlen={max_seqlen}) cannot; "
-                    "leave out max_seqlen (num_pages= limits the memory), or keep all tokens and pass window to each attention"
+                    f"window={window} gives back pages while tokens are appended, which the static form "
+                    f"(max_seqlen={max_seqlen}) cannot; leave out max_seqlen (num_pages= limits the memory), or keep "
+                    f"all tokens and pass window to each attention"
                 )
             if num_pages is not None:
                 raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
             num_pages = num_seqs * num_pages_of(max_seqlen)
             if num_pages > LARGEST:
                 raise UsageError(
-                    f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most {LARGEST:,}"
+                    f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at "
+                    f"most {LARGEST:,}"
                 )
         self.num_kv_heads = num_kv_heads
         self.head_dim = self.spec.k_dim
@@ -83,12 +91,18 @@ class Sequences:
         self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
         options = [
             _each(name, value, num_layers)
-            for name, value in (("rotate_keys", rotate_keys), ("k_mean", k_mean), ("v_mean", v_mean), ("scales", scales))
+            for name, value in (
+                ("rotate_keys", rotate_keys),
+                ("k_mean", k_mean),
+                ("v_mean", v_mean),
+                ("scales", scales),
+            )
         ]
         for rotated in options[0]:
             check_flags(rotate_keys=rotated)
         self.layers = [
-            LayerPages(num_kv_heads, self.spec, rotated, k, v, own, self.device) for rotated, k, v, own in zip(*options, strict=True)
+            LayerPages(num_kv_heads, self.spec, rotated, k, v, own, self.device)
+            for rotated, k, v, own in zip(*options, strict=True)
         ]
         if num_pages is not None:  # before the page table, whose lists on the host are as long
             for layer in self.layers:
@@ -97,7 +111,9 @@ class Sequences:
         self._static = None if max_seqlen is None else StaticForm(max_seqlen)
         self._step: Step | None = None  # the last append
         self.ahead = Ahead()
-        self._pages: list[KVPages | None] = [None] * num_layers  # of each layer; valid until one of its tensors is replaced
+        self._pages: list[KVPages | None] = [
+            None
+        ] * num_layers  # of each layer; valid until one of its tensors is replaced
         if max_seqlen is not None:
             self._reserve([max_seqlen] * num_seqs)
             self._mark_static()
@@ -107,7 +123,8 @@ class Sequences:
     def pages(self, layer: int) -> KVPages:
         """The device state of one layer, for `fp8attn.attention` and `fp8attn.append`.
 
-        It is valid until the next append or move of sequences, which may replace its tensors. The static form never replaces them.
+        It is valid until the next append or move of sequences, which may replace its tensors. The static form never
+        replaces them.
         """
         pages, step = self._layer_pages(layer), None if torch.compiler.is_compiling() else self._step
         return pages if step is None or not step.ragged else pages.after(step.lengths)
@@ -122,8 +139,8 @@ class Sequences:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens of each sequence. After steps of compiled code or of a CUDA graph, the static form reads them back from the
-        device, which waits for the GPU."""
+        """Number of tokens of each sequence. After steps of compiled code or of a CUDA graph, the static form reads
+        them back from the device, which waits for the GPU."""
         self._read_lengths()
         return tuple(self.table.lengths)
 
@@ -142,7 +159,9 @@ class Sequences:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether compiled code or a CUDA graph appended the last tokens, of which the host knows nothing, or one is captured now."""
+        """Whether compiled code or a CUDA graph appended the last tokens, of which the host knows nothing, or one is
+        captured now.
+        """
         static = self._static
         return static is not None and (not (static.counted or self._step) or _is_capturing(self.device))
 
@@ -159,7 +178,12 @@ class Sequences:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
-        held = [x for layer in self.layers for x in (layer.pool, layer.format.stored_k_mean, layer.format.v_mean) if x is not None]
+        held = [
+            x
+            for layer in self.layers
+            for x in (layer.pool, layer.format.stored_k_mean, layer.format.v_mean)
+            if x is not None
+        ]
         return sum(x.nbytes for x in (*held, self.table.page_table, *self.table.cache_seqlens))
 
     def __repr__(self) -> str:
@@ -171,8 +195,8 @@ class Sequences:
         )
 
     def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as many as the window has,
-        or one less after others were dropped. (The next query sees one less.)
+        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as
+        many as the window has, or one less after others were dropped. (The next query sees one less.)
 
         Returns:
             K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
@@ -187,7 +211,8 @@ class Sequences:
     # Moving sequences
 
     def reserve(self, lengths: int | Sequence[int]) -> None:
-        """Allocate pages for `lengths` tokens of each sequence, so that appends up to these lengths need nothing from the host.
+        """Allocate pages for `lengths` tokens of each sequence, so that appends up to these lengths need nothing from
+        the host.
 
         Shared pages that such an append would write to are copied, in every layer.
 
@@ -206,7 +231,8 @@ class Sequences:
 
         Raises:
             ValueError: `lengths` is not one number of tokens for each sequence.
-            RuntimeError: a page of the window before the last kept token was given back (`PageTable.check_held`). Nothing was changed.
+            RuntimeError: a page of the window before the last kept token was given back (`PageTable.check_held`).
+                Nothing was changed.
         """
         counts, step = self.table.counts(lengths), self._step
         if step is not None and step.before is not None and step.missing(len(self.layers)):
@@ -227,13 +253,15 @@ class Sequences:
             self.truncate(0)
 
     def select(self, indices: Iterable[int] | torch.Tensor) -> None:
-        """Replace the sequences with `[sequences[i] for i in indices]`, to reorder beams, repeat prompts or drop finished sequences.
+        """Replace the sequences with `[sequences[i] for i in indices]`, to reorder beams, repeat prompts or drop
+        finished sequences.
 
-        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`. The static form must keep its number.
+        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`. The static form
+        must keep its number.
 
         Args:
-            indices: numbers of sequences; or a mask with one bool for each sequence, True for those to keep. A tensor on a GPU is read
-                back, which waits for the GPU.
+            indices: numbers of sequences; or a mask with one bool for each sequence, True for those to keep. A tensor
+                on a GPU is read back, which waits for the GPU.
         Raises:
             ValueError: `indices` is empty, names a sequence that does not exist, or is a mask of another length.
         """
@@ -241,16 +269,18 @@ class Sequences:
         self.check_complete("select")
         if self._static is not None and len(chosen) != self.num_seqs:
             raise ValueError(
-                f"a cache with max_seqlen keeps its number of sequences, and select would change it from {self.num_seqs} to "
-                f"{len(chosen)}; make the cache with the final number, or without max_seqlen"
+                f"a cache with max_seqlen keeps its number of sequences, and select would change it from "
+                f"{self.num_seqs} to {len(chosen)}; make the cache with the final number, or without max_seqlen"
             )
         self._move(lambda table: table.select(chosen))
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
-        """Make sequence `target` a copy of the first `length` tokens of `source` (None: of all its tokens). The two share pages.
+        """Make sequence `target` a copy of the first `length` tokens of `source` (None: of all its tokens). The two
+        share pages.
 
         Raises:
-            ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was changed.
+            ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was
+                changed.
             RuntimeError: as `truncate`.
         """
         source, target = self.table.sequences([source, target])
@@ -315,8 +345,10 @@ class Sequences:
         """The different formats of the layers, for `precompile`. The number of query heads is not known here."""
         return {
             KernelLayer(
-                self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend, key_dtype=self.key_dtype,
-                rotate_keys=layer.format.rotate, k_mean=layer.format.stored_k_mean is not None, v_mean=layer.format.v_mean is not None,
+                self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend,
+                key_dtype=self.key_dtype,
+                rotate_keys=layer.format.rotate, k_mean=layer.format.stored_k_mean is not None,
+                v_mean=layer.format.v_mean is not None,
                 static_scales=layer.scales is not None,
             )
             for layer in self.layers
@@ -356,7 +388,9 @@ class Sequences:
         if self._static is None and self.table.tails:
             self._pages = [None] * len(self.layers)  # `pages` drops them first, if no append does
         if self._static is not None:
-            self._reserve([self._static.max_seqlen] * self.num_seqs)  # a step needs all pages again, and no shared page where it writes
+            self._reserve(
+                [self._static.max_seqlen] * self.num_seqs
+            )  # a step needs all pages again, and no shared page where it writes
             self._static.counted = not self._static.captured  # the host has written the lengths of every layer
 
     def _read_lengths(self) -> None:
@@ -365,11 +399,15 @@ class Sequences:
             self._static.read(self.table, complete=self._step is None or not self._step.missing(len(self.layers)))
 
     def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors that are replaced when they are too small. Layers can replace their pools apart, if a step was interrupted."""
+        """Tensors that are replaced when they are too small. Layers can replace their pools apart, if a step was
+        interrupted.
+        """
         return self.table.page_table, self.table.cache_seqlens[0], *(layer.pool for layer in self.layers)
 
     def _renew(self, held: tuple[torch.Tensor | None, ...]) -> None:
-        """Make new `KVPages` if a tensor was replaced. Otherwise keep them, because compiled code and CUDA graphs refer to them."""
+        """Make new `KVPages` if a tensor was replaced. Otherwise keep them, because compiled code and CUDA graphs refer
+        to them.
+        """
         if any(old is not new for old, new in zip(held, self._tensors(), strict=True)):
             self._pages = [
                 None if layer.pool is None else layer.pages(self.table, self.table.cache_seqlens[index])
@@ -382,10 +420,13 @@ class Sequences:
                 torch._dynamo.mark_static_address(x)  # CUDA graphs write into it in place
 
     def check_complete(self, what: str) -> None:
-        """Raise ValueError if some layers have not appended the tokens of the step. The message names the call `what`."""
+        """Raise ValueError if some layers have not appended the tokens of the step.
+        The message names the call `what`.
+        """
         if self._step is not None and (missing := self._step.missing(len(self.layers))):
             raise ValueError(
-                f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them first, or {DROP}"
+                f"{what} between the appends of a step: layers {missing} have not appended its tokens yet. Append them "
+                f"first, or {DROP}"
             )
 
     def _layer_pages(self, layer: int) -> KVPages:

@@ -5,13 +5,17 @@ A file holds, for `n` sequences:
 | tensor | shape | |
 |---|---|---|
 | `lengths` | `[n]` int32 | tokens |
-| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes them |
-| `page_table.LAYER` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one, -1 left of the window |
-| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent: zero |
+| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes
+them |
+| `page_table.LAYER` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one, -1 left of
+the window |
+| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent:
+zero |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, and the window. Layers have the
-numbers of their model. So a file does not depend on how a model's layers were divided over caches, such as those of several devices.
+Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, and the window.
+Layers have the numbers of their model. So a file does not depend on how a model's layers were divided over caches, such
+as those of several devices.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ AGAIN = "save it again with this version of fp8attn, or prefill the prompt again
 def pack(
     cache: Sequences, seqs: Sequence[int] | None = None, numbers: Iterable[int] | None = None
 ) -> tuple[dict[str, torch.Tensor], Layers]:
-    """The tensors and the layers of a file with these sequences (None: all). The cache's layers get these numbers (None: 0, 1, ...)."""
+    """The tensors and the layers of a file with these sequences (None: all). The cache's layers get these numbers
+    (None: 0, 1, ...).
+    """
     cache.check_complete("save")
     lengths, table = cache.lengths, cache.table
     chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
@@ -57,8 +63,12 @@ def pack(
     tensors = {"lengths": torch.tensor([lengths[seq] for seq in chosen], dtype=torch.int32)}
     layers: Layers = {}
     taken = table.to_device(list(places), torch.long)
-    shared = dict(zip(SHARED, (cache.num_kv_heads, cache.head_dim, PAGE_SIZE, cache.key_dtype, cache.window), strict=True))
-    for index, (number, layer) in enumerate(zip(range(cache.num_layers) if numbers is None else numbers, cache.layers, strict=True)):
+    shared = dict(
+        zip(SHARED, (cache.num_kv_heads, cache.head_dim, PAGE_SIZE, cache.key_dtype, cache.window), strict=True)
+    )
+    for index, (number, layer) in enumerate(
+        zip(range(cache.num_layers) if numbers is None else numbers, cache.layers, strict=True)
+    ):
         layers[number] = shared | {"rotate_keys": layer.format.rotate}
         tensors[f"pages.{number}"] = layer.pages(table, table.cache_seqlens[index]).pool[taken].cpu()
         tensors[f"page_table.{number}"] = torch.tensor(rows, dtype=torch.int32)
@@ -77,7 +87,9 @@ def unpack(
     """A cache of the class `make` from these layers of a file; see `PagedKVCache.load`."""
     kinds = [[layer.get(name) for name in SHARED] for layer in layers.values()]
     if any(kind != kinds[0] for kind in kinds):
-        raise UsageError(f"{path} has layers of several shapes or windows, and a PagedKVCache has one; FP8Cache.load reads the file")
+        raise UsageError(
+            f"{path} has layers of several shapes or windows, and a PagedKVCache has one; FP8Cache.load reads the file"
+        )
     try:
         numbers, shared = list(layers), next(iter(layers.values()))
         rotate_keys = [layer["rotate_keys"] for layer in layers.values()]
@@ -88,9 +100,14 @@ def unpack(
     except (KeyError, StopIteration, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
-        raise UsageError(f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}")
+        raise UsageError(
+            f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}"
+        )
     if max_seqlen is not None and max(lengths) > max_seqlen:
-        raise UsageError(f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a larger one")
+        raise UsageError(
+            f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a "
+            f"larger one"
+        )
     scales: list[LayerScales] | None = None
     if _has_scales(tensors, numbers):
         scales = []
@@ -98,10 +115,14 @@ def unpack(
             k_scale, v_scale, k_mean, v_mean = (tensors[f"scales.{number}.{name}"] for name in TENSORS)
             scales.append(LayerScales(k_scale, v_scale, k_mean, v_mean, shared["key_dtype"], rotated))
     cache = make(
-        shared["num_kv_heads"], shared["head_dim"], num_layers=len(numbers), key_dtype=shared["key_dtype"], rotate_keys=rotate_keys,
-        scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, window=window, device=device, backend=backend,
+        shared["num_kv_heads"], shared["head_dim"], num_layers=len(numbers), key_dtype=shared["key_dtype"],
+        rotate_keys=rotate_keys,
+        scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, window=window, device=device,
+        backend=backend,
     )  # fmt: skip
-    for number, layer in zip(numbers, cache.layers, strict=True):  # the same bits, because K's mean is not rotated again
+    for number, layer in zip(
+        numbers, cache.layers, strict=True
+    ):  # the same bits, because K's mean is not rotated again
         layer.use_means(tensors.get(f"k_mean.{number}"), tensors.get(f"v_mean.{number}"))
     cache.fill(lengths, table, pools)
     return cache
@@ -112,8 +133,12 @@ def _has_scales(tensors: dict[str, torch.Tensor], numbers: list[int]) -> bool:
     return f"scales.{numbers[0]}.k_scale" in tensors
 
 
-def _table(tensors: dict[str, torch.Tensor], numbers: list[int], window: int | None) -> tuple[list[int], list[list[int]]]:
-    """The length and the pages of each sequence of a cache. Raises ValueError if they do not agree: kernels would read other pages."""
+def _table(
+    tensors: dict[str, torch.Tensor], numbers: list[int], window: int | None
+) -> tuple[list[int], list[list[int]]]:
+    """The length and the pages of each sequence of a cache. Raises ValueError if they do not agree: kernels would read
+    other pages.
+    """
     lengths, table = tensors["lengths"], tensors[f"page_table.{numbers[0]}"]
     if any(not torch.equal(tensors[f"page_table.{number}"], table) for number in numbers):
         raise ValueError(f"page_table must be the same in the layers {numbers}")
@@ -133,7 +158,9 @@ def _table(tensors: dict[str, torch.Tensor], numbers: list[int], window: int | N
     return counts, pages
 
 
-def _pools(tensors: dict[str, torch.Tensor], numbers: list[int], num_pages: int, shared: dict[str, Any]) -> list[torch.Tensor]:
+def _pools(
+    tensors: dict[str, torch.Tensor], numbers: list[int], num_pages: int, shared: dict[str, Any]
+) -> list[torch.Tensor]:
     """The pages of each layer of a cache. Raises ValueError for other shapes, which a copy would broadcast."""
     heads, head_dim = shared["num_kv_heads"], shared["head_dim"]
     pool, scale, mean = (num_pages, heads, PageSpec.of(head_dim).layout.nbytes), (heads,), (heads, head_dim)
@@ -152,11 +179,15 @@ def checksum(tensors: dict[str, torch.Tensor]) -> str:
     """A checksum of the names and bytes of tensors on the CPU."""
     value = 0
     for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), value))
+        value = zlib.crc32(
+            tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), value)
+        )
     return f"{value:08x}"
 
 
-def write(path: str | Path, tensors: dict[str, torch.Tensor], layers: Layers, metadata: dict[str, str] | None = None) -> None:
+def write(
+    path: str | Path, tensors: dict[str, torch.Tensor], layers: Layers, metadata: dict[str, str] | None = None
+) -> None:
     """Write a file as a whole, and make the folders above it.
 
     Args:
@@ -175,14 +206,18 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], Layers, dict[str, s
         UsageError: the file does not exist, is damaged, or has other contents.
     """
     if not Path(path).is_file():
-        raise UsageError(f"{'a folder' if Path(path).is_dir() else 'no such file'}: {path}; write the file with cache.save(path)")
+        raise UsageError(
+            f"{'a folder' if Path(path).is_dir() else 'no such file'}: {path}; write the file with cache.save(path)"
+        )
     try:
         with safe_open(path, "pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
     if metadata.get("format") != FORMAT:
-        raise UsageError(f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}")
+        raise UsageError(
+            f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}"
+        )
     if metadata.get("checksum") != checksum(tensors):
         raise UsageError(f"{path} is incomplete or not as written (its bytes have another checksum); {AGAIN}")
     try:

@@ -1,4 +1,6 @@
-"""Attention on operands that are FP8 already, with the signature of PyTorch's experimental op and two-level accumulation."""
+"""Attention on operands that are FP8 already, with the signature of PyTorch's experimental op and two-level
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -32,44 +34,61 @@ def scaled_dot_product_attention_quantized(
     *,
     backend: DenseBackendName = "auto",
 ) -> torch.Tensor:
-    """Attention on E4M3 operands, a replacement of `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
+    """Attention on E4M3 operands, a replacement of
+    `torch.nn.attention.experimental._scaled_dot_product_attention_quantized`.
 
         out = softmax(scale * q_descale * k_descale * query key^T) value * v_descale
 
-    PyTorch's op sums a whole row in the tensor core, which keeps 14 bits of the sum. `"hopper"` sums 128 products there and adds these sums
-    in FP32. Up to 128 query rows for each KV head it computes in 16 bits (docs/kernels.md).
+    PyTorch's op sums a whole row in the tensor core, which keeps 14 bits of the sum. `"hopper"` sums 128 products there
+    and adds these sums in FP32. Up to 128 query rows for each KV head it computes in 16 bits (docs/kernels.md).
 
     Args:
         query: `[B, Hq, L, E]` float8_e4m3fn, any strides.
-        key, value: `[B, H, S, E]` and `[B, H, S, Ev]` float8_e4m3fn, any strides. E and Ev are at most 256, and Hq is a multiple of H.
+        key, value: `[B, H, S, E]` and `[B, H, S, Ev]` float8_e4m3fn, any strides. E and Ev are at most 256, and Hq is a
+            multiple of H.
         is_causal: query i sees keys 0 to i + S - L, as in PyTorch's op. Rows that see no key are zero.
         scale: default `1 / sqrt(E)`.
-        q_descale, k_descale, v_descale: `[B, H]` float32, not negative; None: ones. The query heads of a GQA group share one. A negative
-            one raises on a CPU; on a GPU, where that would wait, its head is NaN (with `"fa3"`: as that kernel computes it).
+        q_descale, k_descale, v_descale: `[B, H]` float32, not negative; None: ones. The query heads of a GQA group
+            share one. A negative one raises on a CPU; on a GPU, where that would wait, its head is NaN (with `"fa3"`:
+            as that kernel computes it).
         q_descale_type, k_descale_type, v_descale_type: `PER_HEAD`, PyTorch's only type.
         backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3.
     Returns:
         `[B, Hq, L, Ev]` bfloat16, in the memory order of query if Ev = E.
     Raises:
         ValueError: a shape, dtype, device or backend does not fit; the message says what would.
-        RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a warning.
+        RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a
+            warning.
     """
     _check_operands(query, key, value)
     check_flags(is_causal=is_causal)
     if scale is not None and not torch.compiler.is_compiling():
         check_number(scale, "scale", " (None for 1 / sqrt(E))")
     check_backend(backend, DENSE_BACKENDS)
-    for name, descale, kind in (("q", q_descale, q_descale_type), ("k", k_descale, k_descale_type), ("v", v_descale, v_descale_type)):
+    for name, descale, kind in (
+        ("q", q_descale, q_descale_type),
+        ("k", k_descale, k_descale_type),
+        ("v", v_descale, v_descale_type),
+    ):
         if kind != PER_HEAD:
             raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
         if descale is not None:
-            check_tensor(descale, f"{name}_descale [B, H]", (query.shape[0], key.shape[1]), torch.float32, query.device, contiguous=False)
+            check_tensor(
+                descale,
+                f"{name}_descale [B, H]",
+                (query.shape[0], key.shape[1]),
+                torch.float32,
+                query.device,
+                contiguous=False,
+            )
     tensors = [x for x in (query, key, value, q_descale, k_descale, v_descale) if x is not None]
     if derivative_reason(*tensors) is not None:
         check_derivatives(*(x.detach() for x in tensors))  # a transform of torch.func is active
         query, key, value = query.detach(), key.detach(), value.detach()
         q_descale, k_descale, v_descale = (None if x is None else x.detach() for x in (q_descale, k_descale, v_descale))
-        warnings.warn("scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2)
+        warnings.warn(
+            "scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2
+        )
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     run = _attend if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
     return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
@@ -81,28 +100,44 @@ def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor)
         if x.dtype != FP8 or x.device != query.device:
             wanted = f"{FP8} on {query.device} (fp8attn.scaled_dot_product_attention takes 16 bits and quantizes)"
             raise ValueError(f"{name} must be {wanted}; got {x.dtype} on {x.device}")
-    fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3] and query.shape[::3] == key.shape[::3]
-    if not fits or not key.shape[1] or query.shape[1] % key.shape[1] or max(query.shape[3], value.shape[3]) > MOST_DENSE:
+    fits = (
+        query.dim() == key.dim() == value.dim() == 4
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[::3] == key.shape[::3]
+    )
+    if (
+        not fits
+        or not key.shape[1]
+        or query.shape[1] % key.shape[1]
+        or max(query.shape[3], value.shape[3]) > MOST_DENSE
+    ):
         raise ValueError(
-            f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E and Ev up to "
-            f"{MOST_DENSE}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E "
+            f"and Ev up to {MOST_DENSE}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale, k_descale: Scale,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale,
+    k_descale: Scale,
     v_descale: Scale, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """The computation, with checked arguments."""
     for name, descale in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
         if descale is not None and descale.device.type == "cpu" and (descale < 0.0).any():
-            raise ValueError(f"{name}_descale must not be negative; got {descale.min().item()}: negate {name}'s own values")
+            raise ValueError(
+                f"{name}_descale must not be negative; got {descale.min().item()}: negate {name}'s own values"
+            )
     if not query.numel() or not value.numel():
         return _empty_out(query, key, value).zero_()
     size = padded_size(query.shape[3], value.shape[3])
     q, k, v = (padded(x, size) for x in (query, key, value))
     out = fp8_strategy(backend, k, v, q_descale, k_descale, v_descale, scale)(q, is_causal)
-    return out if q is query and value.shape[3] == size else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
+    return (
+        out
+        if q is query and value.shape[3] == size
+        else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
+    )
 
 
 def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
@@ -112,8 +147,8 @@ def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 
 
 register(
-    "sdpa_quantized(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, Tensor? q_descale, Tensor? k_descale, "
-    "Tensor? v_descale, str backend) -> Tensor",
+    "sdpa_quantized(Tensor query, Tensor key, Tensor value, bool is_causal, float scale, Tensor? q_descale, Tensor? "
+    "k_descale, Tensor? v_descale, str backend) -> Tensor",
     _attend,
     _empty_out,
 )

@@ -1,7 +1,8 @@
 """`scaled_dot_product_attention` in FP8, with torch's signature and semantics.
 
-K and V are quantized in one pass (`strategies`). Queries stay in their dtype until the attention kernel rounds them. A call that has a
-`fallback_reason` goes to torch's own function in the inputs' dtype, so no mask and no dropout is ignored.
+K and V are quantized in one pass (`strategies`). Queries stay in their dtype until the attention kernel rounds them. A
+call that has a `fallback_reason` goes to torch's own function in the inputs' dtype, so no mask and no dropout is
+ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def fallback_reason(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why a call of `scaled_dot_product_attention` goes to torch's own function, in the inputs' dtype; None: it runs in FP8.
+    """Why a call of `scaled_dot_product_attention` goes to torch's own function, in the inputs' dtype; None: it runs in
+    FP8.
 
     It depends on shapes, dtypes (under autocast, those that torch's SDPA computes in) and the device, never on values.
     """
@@ -72,7 +74,10 @@ def fallback_reason(
     if 0 in q_shape or 0 in k_shape or 0 in v_shape:
         return "a dimension is empty"
     if dims > 2 and q_shape[-3] != k_shape[-3] and (not enable_gqa or q_shape[-3] % k_shape[-3]):
-        return "query and key differ in their number of heads: pass enable_gqa=True, and a multiple of key's heads as query's"
+        return (
+            "query and key differ in their number of heads: pass enable_gqa=True, and a multiple of key's heads as "
+            "query's"
+        )
     if q_shape[-1] > MOST_DENSE or v_shape[-1] > MOST_DENSE:
         return f"a head_dim above {MOST_DENSE} is not supported"
     if scale is not None and not scale > 0.0:
@@ -86,7 +91,13 @@ def fallback_reason(
 
 
 def _check_given(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, is_causal: bool, enable_gqa: bool, rotate_keys: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    rotate_keys: bool,
 ) -> None:
     """Raise ValueError for arguments that are no tensors, numbers or bools."""
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -98,7 +109,9 @@ def _check_given(
 
 
 def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Log at DEBUG that a call goes to torch's own function. Dynamo cannot trace a logger: in compiled code it logs nothing."""
+    """Log at DEBUG that a call goes to torch's own function. Dynamo cannot trace a logger: in compiled code it logs
+    nothing.
+    """
     if not torch.compiler.is_compiling() and logger.isEnabledFor(logging.DEBUG):
         logger.debug("torch's own scaled_dot_product_attention computes %s: %s", _described(query, key, value), reason)
 
@@ -106,7 +119,9 @@ def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: tor
 def _described(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     """The names, shapes, dtypes and devices of the given tensors, for an error."""
     given = (("query", query), ("key", key), ("value", value))
-    return ", ".join(f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in given)
+    return ", ".join(
+        f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in given
+    )
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -117,7 +132,9 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, all on one device, in the dtypes in which torch's SDPA computes. They change only inside `torch.autocast`."""
+    """The tensors, all on one device, in the dtypes in which torch's SDPA computes. They change only inside
+    `torch.autocast`.
+    """
     low = _autocast_dtype(tensors[0].device)
     return tensors if low is None else tuple(x.to(low) if x.dtype in DTYPES else x for x in tensors)
 
@@ -146,24 +163,27 @@ def scaled_dot_product_attention(
         out = softmax(mask(scale * query key^T)) value
 
     Args:
-        query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all three, as in torch.
-        key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or are not in
-            `formats.spec.HEAD_DIMS` up to 256, the tensors are copied and padded with zeros.
-        attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a `fallback_reason`. The
-            reason is logged at the level DEBUG.
+        query: `[..., Hq, L, E]` bfloat16 or float16 (also float32 on a CPU), any strides. `torch.autocast` casts all
+            three, as in torch.
+        key, value: `[..., H, S, E]` and `[..., H, S, Ev]` in query's dtype. E and Ev are at most 256. If they differ or
+            are not in `formats.spec.HEAD_DIMS` up to 256, the tensors are copied and padded with zeros.
+        attn_mask, dropout_p: a call with a mask or with dropout goes to torch's SDPA, like every call that has a
+            `fallback_reason`. The reason is logged at the level DEBUG.
         is_causal: query i sees keys 0 to i, aligned to the first key, as in torch.
             (`scaled_dot_product_attention_quantized` aligns to the last key.)
         scale: default `1 / sqrt(E)`.
         enable_gqa: Hq may be a multiple of H.
-        key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3. `"fa3"` has no INT8, so its keys are always E4M3.
-        rotate_keys: rotate queries and keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does not change
-            scores.
-        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3 (`backends/fa3.py`). A backend
-            other than `"auto"` refuses calls that have a `fallback_reason`.
+        key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3. `"fa3"` has no INT8, so its keys are
+            always E4M3.
+        rotate_keys: rotate queries and keys before quantization (`rotation.rotate`). This makes rounding errors smaller
+            and does not change scores.
+        backend: `"auto"`, `"hopper"`, `"triton"`, `"reference"`, or `"fa3"`, an installed FlashAttention-3
+            (`backends/fa3.py`). A backend other than `"auto"` refuses calls that have a `fallback_reason`.
     Returns:
         `[..., Hq, L, Ev]` in query's dtype and memory order.
     Raises:
-        ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message has the reason.
+        ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message
+            has the reason.
     """
     codec_of(key_dtype)  # raises UsageError
     check_backend(backend, DENSE_BACKENDS)
@@ -173,11 +193,13 @@ def scaled_dot_product_attention(
     if reason is not None:
         if backend != "auto":
             raise ValueError(
-                f"backend {backend!r} cannot serve this call: {reason}; with backend='auto' it goes to torch's own SDPA. "
-                f"Got {_described(query, key, value)}"
+                f"backend {backend!r} cannot serve this call: {reason}; with backend='auto' it goes to torch's own "
+                f"SDPA. Got {_described(query, key, value)}"
             )
         log_fallback(reason, query, key, value)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     q, k, v = batched(query), batched(key), batched(value)
     out = _run(q, k, v, None, None, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
@@ -202,21 +224,23 @@ def rope_scaled_dot_product_attention(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` with RoPE (`rope.apply_rope`) on queries and keys.
 
-    The launch that quantizes K and V applies it. Keys are rounded once, after RoPE. Queries are first rounded to their dtype after RoPE, as
-    if the caller had applied RoPE. (`"fa3"` rounds keys to their dtype, too, and applies RoPE in torch.)
+    The launch that quantizes K and V applies it. Keys are rounded once, after RoPE. Queries are first rounded to their
+    dtype after RoPE, as if the caller had applied RoPE. (`"fa3"` rounds keys to their dtype, too, and applies RoPE in
+    torch.)
 
     Args:
         query, key, value: `[B, H, S, D]`, as `scaled_dot_product_attention` takes them.
-        rope_cos, rope_sin: `[L, R / 2]` and other forms (`rope.dense_rope`), tables for the queries. For a position offset, pass a slice
-            of longer tables.
+        rope_cos, rope_sin: `[L, R / 2]` and other forms (`rope.dense_rope`), tables for the queries. For a position
+            offset, pass a slice of longer tables.
         key_rope_cos, key_rope_sin: tables for the keys, `[S, R / 2]` and other forms. None: those of the queries.
-        rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
+        rope_interleaved: pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX,
+            Llama).
         is_causal, scale, enable_gqa, key_dtype, rotate_keys, backend: as `scaled_dot_product_attention` takes them.
     Returns:
         `[B, Hq, L, Ev]` in query's dtype and memory order.
     Raises:
-        ValueError: the tables do not fit, the key_dtype is unknown, the backend cannot run here, or the call has a `fallback_reason` (then
-            apply RoPE first, and call `scaled_dot_product_attention`).
+        ValueError: the tables do not fit, the key_dtype is unknown, the backend cannot run here, or the call has a
+            `fallback_reason` (then apply RoPE first, and call `scaled_dot_product_attention`).
     """
     key_rope = rope_of(key_rope_cos, key_rope_sin, rope_interleaved, prefix="key_")
     codec_of(key_dtype)  # raises UsageError
@@ -228,8 +252,8 @@ def rope_scaled_dot_product_attention(
         reason = "query, key and value must have four dimensions"
     if reason is not None:
         raise ValueError(
-            f"FP8 attention cannot serve this call: {reason}; apply RoPE to query and key, and call scaled_dot_product_attention. "
-            f"Got {_described(query, key, value)}"
+            f"FP8 attention cannot serve this call: {reason}; apply RoPE to query and key, and call "
+            f"scaled_dot_product_attention. Got {_described(query, key, value)}"
         )
     rope = rope_of(rope_cos, rope_sin, rope_interleaved)
     if rope is None:
@@ -239,8 +263,12 @@ def rope_scaled_dot_product_attention(
     return _run(q, k, v, q_rope, k_rope, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
-def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, *options: Any) -> torch.Tensor:
-    """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would fix."""
+def _run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, *options: Any
+) -> torch.Tensor:
+    """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would
+    fix.
+    """
     if unobserved(q):
         return attend_dense(q, k, v, q_rope, k_rope, *options)
     (q_cos, q_sin, interleaved), (k_cos, k_sin, _) = q_rope or (None, None, False), k_rope or (None, None, False)
@@ -248,7 +276,8 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None,
 
 
 def attend_dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, is_causal: bool, scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, is_causal: bool,
+    scale: float | None,
     key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of checked tensors `[B, H, S, D]` of one batch size: cut, pad, quantize, attend."""
@@ -278,7 +307,8 @@ def attend_dense(
 
 @lru_cache(maxsize=4096)
 def _prepare(
-    device: torch.device, dtype: torch.dtype, backend: BackendName, shape: tuple[int, ...], num_kv_heads: int, kv_len: int,
+    device: torch.device, dtype: torch.dtype, backend: BackendName, shape: tuple[int, ...], num_kv_heads: int,
+    kv_len: int,
     is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
 ) -> None:  # fmt: skip
     """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
@@ -303,7 +333,8 @@ def batched(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_cos: torch.Tensor | None, q_sin: torch.Tensor | None, k_cos: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_cos: torch.Tensor | None, q_sin: torch.Tensor | None,
+    k_cos: torch.Tensor | None,
     k_sin: torch.Tensor | None, interleaved: bool, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
     return attend_dense(q, k, v, rope_of(q_cos, q_sin, interleaved), rope_of(k_cos, k_sin, interleaved), *options)
@@ -317,8 +348,8 @@ def sdpa_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> 
 
 
 register(
-    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool rope_interleaved, bool is_causal, "
-    "float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? q_cos, Tensor? q_sin, Tensor? k_cos, Tensor? k_sin, bool "
+    "rope_interleaved, bool is_causal, float? scale, str key_dtype, bool rotate_keys, str backend) -> Tensor",
     _sdpa,
     sdpa_fake,
 )

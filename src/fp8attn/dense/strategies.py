@@ -1,7 +1,9 @@
-"""How a dense call is computed. Each strategy quantizes K and V, or takes 8-bit ones, and returns a function of the queries.
+"""How a dense call is computed. Each strategy quantizes K and V, or takes 8-bit ones, and returns a function of the
+queries.
 
-There are two: a `Backend` attends over pages that exist for this call, or FlashAttention-3 attends over 8-bit tensors in their own memory
-order. Tensors are `[B, heads, S, head_dim]` of any strides, with a contiguous last dimension. Causal is aligned to the last key.
+There are two: a `Backend` attends over pages that exist for this call, or FlashAttention-3 attends over 8-bit tensors
+in their own memory order. Tensors are `[B, heads, S, head_dim]` of any strides, with a contiguous last dimension.
+Causal is aligned to the last key.
 """
 
 from __future__ import annotations
@@ -24,27 +26,45 @@ Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
 def strategy(
-    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, form: KVFormat, rope: DenseRope | None
+    backend: DenseBackendName,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    form: KVFormat,
+    rope: DenseRope | None,
 ) -> Attend:
-    """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are `rope.out`."""
+    """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are
+    `rope.out`.
+    """
     if backend == "fa3":
         return _quantized_rows(k, v, softmax_scale, form.rotate, rope)
     paged = find(backend, k.device, k.dtype, form.name)
     pages = paged.from_dense(k, v, form, rope)
-    return _over_pages(paged, pages, softmax_scale, k.shape[2] if rope is None else 0)  # the launch before attention writes `rope.out`
+    return _over_pages(
+        paged, pages, softmax_scale, k.shape[2] if rope is None else 0
+    )  # the launch before attention writes `rope.out`
 
 
 def fp8_strategy(
-    backend: DenseBackendName, k: torch.Tensor, v: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale, softmax_scale: float
+    backend: DenseBackendName,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: Scale,
+    k_scale: Scale,
+    v_scale: Scale,
+    softmax_scale: float,
 ) -> Attend:
     """Attention of E4M3 queries over E4M3 K and V. The output is BF16."""
     if backend == "fa3":
         fa3.check(k.device, torch.bfloat16)
-        return lambda q, causal: fa3.attention(q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale)
+        return lambda q, causal: fa3.attention(
+            q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale
+        )
     form = KVFormat(PageSpec.of(k.shape[3], E4M3.name).name, rotate=False)
     paged = find(backend, k.device, torch.bfloat16, form.name)
-    # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can be any positive
-    # numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and here they are equal.
+    # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can
+    # be any positive numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and
+    # here they are equal.
     pages = paged.from_dense(k, v, form)
     batch = len(k)
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
@@ -56,8 +76,8 @@ def fp8_strategy(
 
 
 def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
-    """Factors as the scales of pages, which kernels need positive: at least `zero`, a number that rounds to zero in what it multiplies.
-    Negative ones become NaN, because to find and refuse them would wait for a GPU."""
+    """Factors as the scales of pages, which kernels need positive: at least `zero`, a number that rounds to zero in
+    what it multiplies. Negative ones become NaN, because to find and refuse them would wait for a GPU."""
     return torch.where(factor >= 0.0, factor.clamp_min(zero), torch.nan)
 
 
@@ -70,11 +90,13 @@ def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys
     return attend
 
 
-def _quantized_rows(k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rotate_keys: bool, rope: DenseRope | None) -> Attend:
+def _quantized_rows(
+    k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rotate_keys: bool, rope: DenseRope | None
+) -> Attend:
     """Attention by FlashAttention-3 over K and V that are quantized here, without their means.
 
-    Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to the output. K's mean
-    shifts all scores of a query by the same number, which cancels in the softmax.
+    Single-level accumulation loses accuracy if V has a mean (`accumulation`), so V's mean is subtracted and added to
+    the output. K's mean shifts all scores of a query by the same number, which cancels in the softmax.
     """
     fa3.check(k.device, k.dtype)
     if rope is not None:  # in torch, and K is rounded to its dtype
@@ -104,7 +126,9 @@ def padded_size(head_dim: int, v_dim: int) -> int:
 
 
 def padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """`x [B, H, S, D]` padded with zeros to `size` channels, in the same memory order, with a contiguous last dimension."""
+    """`x [B, H, S, D]` padded with zeros to `size` channels, in the same memory order, with a contiguous last
+    dimension.
+    """
     if x.shape[3] == size:
         return x if x.stride(3) == 1 else x.contiguous()
     if x.dtype == FP8:

@@ -1,8 +1,9 @@
-"""Codecs: the 8-bit codes of K and V, in plain PyTorch. A value `x` is stored as the code `x_8bit`, with `x ~ x_8bit * scale + mean`.
+"""Codecs: the 8-bit codes of K and V, in plain PyTorch. A value `x` is stored as the code `x_8bit`, with
+`x ~ x_8bit * scale + mean`.
 
-`INT8` and `E4M3` are the definition. The kernels compute the same bits. All that is said of a codec is in its object: a new one with
-integer codes is one more object in `CODECS`, and its name in `KeyDtype`. A floating-point one also needs its conversions in
-`kernels/codec.py`.
+`INT8` and `E4M3` are the definition. The kernels compute the same bits. All that is said of a codec is in its object: a
+new one with integer codes is one more object in `CODECS`, and its name in `KeyDtype`. A floating-point one also needs
+its conversions in `kernels/codec.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ FP8 = torch.float8_e4m3fn
 KeyDtype = Literal["int8", "e4m3"]  # the names of `CODECS`, as public functions take them
 DEFAULT_KEY_DTYPE: KeyDtype = "int8"
 
-# Scales are in [2^-32, 2^32]. This is wide enough for any activation: values of 1e-7 keep their full relative precision, and 1.9e12 does
-# not saturate. It is narrow enough that the ratio of any two scales, times a sum over a million tokens, is finite in FP32.
+# Scales are in [2^-32, 2^32]. This is wide enough for any activation: values of 1e-7 keep their full relative
+# precision, and 1.9e12 does not saturate. It is narrow enough that the ratio of any two scales, times a sum over a
+# million tokens, is finite in FP32.
 MIN_SCALE_EXPONENT = -32
 MAX_SCALE_EXPONENT = 32
 MIN_SCALE = 2.0**MIN_SCALE_EXPONENT
@@ -36,7 +38,8 @@ class Codec:
         max: the largest magnitude of a code.
         headroom: the factor by which a page's first scale is larger than its first token needs.
         has_nan: whether there is a code for NaN.
-        is_integer: whether codes are integers, equally far apart. Then the scale is any number, otherwise a power of two.
+        is_integer: whether codes are integers, equally far apart. Then the scale is any number, otherwise a power of
+            two.
     """
 
     name: KeyDtype
@@ -99,8 +102,8 @@ class Float(Codec):
     def needed_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """The smallest power of two `s` with `amax <= max * s`.
 
-        The relative precision of a floating-point format does not depend on the scale. So rounding the scale up to a power of two costs no
-        precision, and every later change of scale is a shift of exponents.
+        The relative precision of a floating-point format does not depend on the scale. So rounding the scale up to a
+        power of two costs no precision, and every later change of scale is a shift of exponents.
         """
         bits = amax.float().contiguous().view(torch.int32)
         # amax = 1.f * 2^(e - 127); one exponent more is needed when 1.f > 1.75, the mantissa of the largest value.
@@ -121,8 +124,9 @@ class Float(Codec):
         return (x.float() / scale).clamp(-self.max, self.max).to(self.dtype)
 
 
-# The error of INT8 is proportional to the scale; a headroom of 1.25 had the smallest error in measurements. Headroom costs E4M3 (OCP 8-bit
-# Floating Point Specification 1.0, table 1) only its smallest numbers. With 2^5, the scale of hardly any page grows.
+# The error of INT8 is proportional to the scale; a headroom of 1.25 had the smallest error in measurements. Headroom
+# costs E4M3 (OCP 8-bit Floating Point Specification 1.0, table 1) only its smallest numbers. With 2^5, the scale of
+# hardly any page grows.
 INT8 = Integer("int8", torch.int8, 127.0, 1.25, has_nan=False)
 E4M3 = Float("e4m3", FP8, 448.0, 32.0, has_nan=True, smallest_subnormal=2.0**-9)
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (INT8, E4M3)}

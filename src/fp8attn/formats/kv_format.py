@@ -16,15 +16,16 @@ from .spec import SPECS, PageSpec, spec_of
 class KVFormat:
     """What the bytes of a layer's pages mean, static for the life of a cache.
 
-        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_8bit * v_scale[page, head] + v_mean[head]
+        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_8bit * v_scale[page, head] +
+        v_mean[head]
 
     Attributes:
-        name: that of the spec (`spec.PageSpec.name`). Compiled code takes a string as a constant, and would make the numbers of a spec
-            symbolic.
+        name: that of the spec (`spec.PageSpec.name`). Compiled code takes a string as a constant, and would make the
+            numbers of a spec symbolic.
         rotate: whether K is stored rotated (`rotation.rotate`). Then attention rotates queries, too.
-        stored_k_mean, v_mean: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]` float32, subtracted before quantization. None: zero. If K
-            is rotated, so is its mean here, because it is subtracted from what is stored. Every function that takes a `k_mean` takes K's
-            own mean.
+        stored_k_mean, v_mean: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]` float32, subtracted before
+            quantization. None: zero. If K is rotated, so is its mean here, because it is subtracted from what is
+            stored. Every function that takes a `k_mean` takes K's own mean.
     """
 
     name: str
@@ -34,7 +35,12 @@ class KVFormat:
 
     @classmethod
     def of(
-        cls, head_dim: int, key_dtype: str, rotate_keys: bool, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None
+        cls,
+        head_dim: int,
+        key_dtype: str,
+        rotate_keys: bool,
+        k_mean: torch.Tensor | None = None,
+        v_mean: torch.Tensor | None = None,
     ) -> KVFormat:
         """The format that the keywords of public functions describe. `k_mean` is K's own mean.
 

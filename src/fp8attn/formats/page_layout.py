@@ -1,14 +1,15 @@
 """The page layout, which every writer and every kernel uses: the only place that says where a byte of a page is.
 
-A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their scales.
+A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their
+scales.
 
-A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers of both (Gemma 4)
-blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
+A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers
+of both (Gemma 4) blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
 
-V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the contracted axis, which is
-V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads (a core matrix). A token that is appended
-touches `D / 8` of these units. The tokens of a group are in `V_ORDER`, so that the registers of a softmax accumulator are the operand of
-P·V without a shuffle.
+V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the
+contracted axis, which is V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads
+(a core matrix). A token that is appended touches `D / 8` of these units. The tokens of a group are in `V_ORDER`, so
+that the registers of a softmax accumulator are the operand of P·V without a shuffle.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ V_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 class PageLayout:
     """Where the parts of a page of one KV head are: offsets from its first byte, and numbers of bytes.
 
-    `spec.PageSpec.layout` is the layout of a spec. Kernels take it as a compile-time option. It has plain fields, so that a kernel's key in
-    Triton's cache covers them.
+    `spec.PageSpec.layout` is the layout of a spec. Kernels take it as a compile-time option. It has plain fields, so
+    that a kernel's key in Triton's cache covers them.
 
     Attributes:
         k_offset, k_bytes: K, `[128, k_dim]` codes.
@@ -120,5 +121,6 @@ def unpack_v(pages: torch.Tensor) -> torch.Tensor:
 
 def v_rows(pages: torch.Tensor) -> torch.Tensor:
     """V pages `[..., 8, D, 16]` with their tokens as K pages have them, `[..., 128, D]`."""
-    # `V_ORDER` as axes: position 4a + 2b + c has token 8b + 2a + c. Indices would be real tensors where this is traced with fake ones.
+    # `V_ORDER` as axes: position 4a + 2b + c has token 8b + 2a + c. Indices would be real tensors where this is traced
+    # with fake ones.
     return pages.unflatten(-1, (4, 2, 2)).transpose(-2, -3).flatten(-3).transpose(-1, -2).flatten(-3, -2)

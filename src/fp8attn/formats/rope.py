@@ -14,7 +14,8 @@ class Rope(NamedTuple):
 
     Attributes:
         cos, sin: `[B, S, R / 2]`, one row for each token. `R <= D` channels are rotated.
-        interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
+        interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX,
+            Llama).
     """
 
     cos: torch.Tensor
@@ -42,9 +43,11 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
 
     Args:
         x: `[..., S, D]`, any floating dtype. Of packed tokens `[T, H, D]` pass `x.transpose(0, 1)`.
-        cos, sin: `[S, R / 2]`, or with more dimensions in front that broadcast to those of x. Tables that repeat each angle, as those of
+        cos, sin: `[S, R / 2]`, or with more dimensions in front that broadcast to those of x. Tables that repeat each
+            angle, as those of
             transformers do, must be cut to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
-        interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX, Llama).
+        interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX,
+            Llama).
     Returns:
         `[..., S, D]` in the dtype of x.
     Raises:
@@ -52,7 +55,10 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
-        raise ValueError(f"cos and sin must both be [..., S, R/2] with R <= {x.shape[-1]}; got {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise ValueError(
+            f"cos and sin must both be [..., S, R/2] with R <= {x.shape[-1]}; got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
+        )
     cos, sin = cos.float(), sin.float()
     y = x[..., : 2 * half].float()
     a, b = (y[..., ::2], y[..., 1::2]) if interleaved else (y[..., :half], y[..., half:])
@@ -62,8 +68,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
 
 
 def rope_of(cos: torch.Tensor | None, sin: torch.Tensor | None, interleaved: bool, prefix: str = "") -> Rope | None:
-    """`Rope` of the arguments `rope_cos`, `rope_sin` and `rope_interleaved` of a public function; None: no RoPE. `prefix` is in front of
-    their names.
+    """`Rope` of the arguments `rope_cos`, `rope_sin` and `rope_interleaved` of a public function; None: no RoPE.
+    `prefix` is in front of their names.
 
     Raises:
         ValueError: only one of the tables is given, or one is no tensor.
@@ -84,8 +90,9 @@ def dense_rope(x: torch.Tensor, rope: Rope) -> Rope:
 
     Args:
         rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. W is R / 2, one angle for each
-            pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels of its pair (the
-            second half repeats the first, or neighbors are equal if interleaved). If R is at most half of head_dim, the caller must cut
+            pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels
+            of its pair (the second half repeats the first, or neighbors are equal if interleaved). If R is at most half
+            of head_dim, the caller must cut
             repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
     Raises:
         ValueError: another shape or device.
@@ -99,10 +106,13 @@ def dense_rope(x: torch.Tensor, rope: Rope) -> Rope:
     if cos.dim() == 4 and cos.shape[1] == 1 and sin.dim() == 4:
         cos, sin = cos[:, 0], sin[:, 0]
     fits = shapes[0] == shapes[1] and width <= head_dim and (width % 2 == 0 or 2 * width <= head_dim)
-    if not (fits and cos.dim() in (2, 3) and cos.shape[-2] == length and (cos.dim() == 2 or cos.shape[0] in (1, batch))):
+    if not (
+        fits and cos.dim() in (2, 3) and cos.shape[-2] == length and (cos.dim() == 2 or cos.shape[0] in (1, batch))
+    ):
         raise ValueError(
-            f"rotary tables must both be [{length}, R/2], [{batch}, {length}, R/2] or [{batch}, 1, {length}, R/2] with R <= {head_dim}, "
-            f"or of width R where R > {head_dim // 2}; got {shapes[0]} and {shapes[1]} (a position offset is a slice of longer tables)"
+            f"rotary tables must both be [{length}, R/2], [{batch}, {length}, R/2] or [{batch}, 1, {length}, R/2] with "
+            f"R <= {head_dim}, or of width R where R > {head_dim // 2}; got {shapes[0]} and {shapes[1]} (a position "
+            f"offset is a slice of longer tables)"
         )
     if 2 * width > head_dim:
         cos, sin = (x[..., ::2] if interleaved else x[..., : width // 2] for x in (cos, sin))

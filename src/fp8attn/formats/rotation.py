@@ -1,14 +1,15 @@
 """The fixed rotation of keys and queries, which spreads outlier channels over all channels of their block.
 
-Scores do not change, because the same orthogonal matrix is applied to both: `(R q) . (R k) = q . k`. The error of rounding K and Q to 8
-bits changes. In trained models a few channels of both are many times larger than the others, and their errors dominate the scores. This is
-the randomized Hadamard transform of QuIP# (Tseng et al., arXiv:2402.04396) and QuaRot (Ashkboos et al., arXiv:2404.00456).
+Scores do not change, because the same orthogonal matrix is applied to both: `(R q) . (R k) = q . k`. The error of
+rounding K and Q to 8 bits changes. In trained models a few channels of both are many times larger than the others, and
+their errors dominate the scores. This is the randomized Hadamard transform of QuIP# (Tseng et al., arXiv:2402.04396)
+and QuaRot (Ashkboos et al., arXiv:2404.00456).
 
     R = H diag(sign) / sqrt(n)        on each block of n channels
 
-`n` is the largest power of two that divides head_dim, at most 128: 16 for 80, 32 for 96, 64 for 64 and 192, 128 for 128, 256 and 512. H is
-the Hadamard matrix in natural (Sylvester) order. The sign of channel c is fixed: a bit for `c % 16` times a bit for `c // 16 % 8`, from the
-golden ratio's expansion 0x9E3779.
+`n` is the largest power of two that divides head_dim, at most 128: 16 for 80, 32 for 96, 64 for 64 and 192, 128 for
+128, 256 and 512. H is the Hadamard matrix in natural (Sylvester) order. The sign of channel c is fixed: a bit for
+`c % 16` times a bit for `c // 16 % 8`, from the golden ratio's expansion 0x9E3779.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def signs(x: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """`R x` on the last dimension, in x's dtype.
 
-    In FP32 this defines the bits that kernels store. The factor `sign / sqrt(n)` is applied first. Then `log2(n)` steps compute
-    `(a, b) -> (a + b, a - b)` of channels 1, 2, 4, ... apart. Every operation is rounded.
+    In FP32 this defines the bits that kernels store. The factor `sign / sqrt(n)` is applied first. Then `log2(n)` steps
+    compute `(a, b) -> (a + b, a - b)` of channels 1, 2, 4, ... apart. Every operation is rounded.
 
     Args:
         x: `[..., head_dim]`, float32 or float64.

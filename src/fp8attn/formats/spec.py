@@ -16,12 +16,14 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # channels of heads that pages exi
 class PageSpec:
     """What a page of one KV head holds.
 
-    A spec can describe pages that do not exist yet. Then `refusal` is the reason, and every function that takes a format refuses it.
+    A spec can describe pages that do not exist yet. Then `refusal` is the reason, and every function that takes a
+    format refuses it.
 
     Attributes:
         k_dim, v_dim: channels of K and of V.
         k, v: the codecs. V's is always `E4M3`.
-        v_in_k: whether V is the first `v_dim` channels of K, as in multi-head latent attention, so that only K is stored.
+        v_in_k: whether V is the first `v_dim` channels of K, as in multi-head latent attention, so that only K is
+            stored.
         scales: whether a page has one scale of K and one of V, or each token its own.
         tokens: tokens of a page.
         name: all of the above in one word, by which torch ops and compiled code pass a spec.
@@ -65,8 +67,8 @@ class PageSpec:
         if self == PageSpec(self.k_dim, self.k_dim, self.k):
             return f"head_dim must be one of {HEAD_DIMS}; got {self.k_dim!r}"
         return (
-            f"there are no pages {self.name}: K and V must have one head_dim of {HEAD_DIMS} and be stored separately, V in E4M3, "
-            f"with scales of pages of {PAGE_SIZE} tokens"
+            f"there are no pages {self.name}: K and V must have one head_dim of {HEAD_DIMS} and be stored separately, "
+            f"V in E4M3, with scales of pages of {PAGE_SIZE} tokens"
         )
 
     @property
@@ -88,10 +90,17 @@ def spec_of(name: str) -> PageSpec:
         UsageError: there are no pages of this name.
     """
     if name not in SPECS:
-        raise UsageError(f"there are no pages {name!r}; PageSpec.of(head_dim, key_dtype).name is one of {', '.join(SPECS)}")
+        raise UsageError(
+            f"there are no pages {name!r}; PageSpec.of(head_dim, key_dtype).name is one of {', '.join(SPECS)}"
+        )
     return SPECS[name]
 
 
 # The pages that exist, by name.
-SPECS = {spec.name: spec for codec in CODECS.values() for head_dim in HEAD_DIMS for spec in [PageSpec(head_dim, head_dim, codec)]}
+SPECS = {
+    spec.name: spec
+    for codec in CODECS.values()
+    for head_dim in HEAD_DIMS
+    for spec in [PageSpec(head_dim, head_dim, codec)]
+}
 LAYOUTS = {spec.name: PageLayout.of(spec.k_dim, spec.v_dim) for spec in SPECS.values()}

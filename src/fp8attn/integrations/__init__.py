@@ -1,4 +1,5 @@
-"""fp8attn in other libraries. A module here imports its library, so the rest of the package imports it only when it is used.
+"""fp8attn in other libraries. A module here imports its library, so the rest of the package imports it only when it is
+used.
 
 | module | what |
 |---|---|

@@ -50,11 +50,14 @@ class Checkpoint:
         """Read the config and the headers of the weights.
 
         Raises:
-            UsageError: no such folder or config; no weights in safetensors files; an index that does not agree with the files.
+            UsageError: no such folder or config; no weights in safetensors files; an index that does not agree with the
+                files.
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise UsageError(f"there is no folder {folder}; give the folder of a checkpoint with {CONFIG} and safetensors files")
+            raise UsageError(
+                f"there is no folder {folder}; give the folder of a checkpoint with {CONFIG} and safetensors files"
+            )
         config = read_json(folder / CONFIG)
         if (folder / INDEX).exists():
             named = weight_map(folder)
@@ -63,20 +66,25 @@ class Checkpoint:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
             if len(files) != 1:
                 found = ", ".join(files) or "none"
-                raise UsageError(f"{folder} has no {INDEX}, and therefore must have one safetensors file; it has {found}")
+                raise UsageError(
+                    f"{folder} has no {INDEX}, and therefore must have one safetensors file; it has {found}"
+                )
             named = None
         tensors: dict[str, Tensor] = {}
         for file in files:
             for name, tensor in _header(folder / file).items():
                 if name in tensors:
-                    raise UsageError(f"{folder}: {name} is in {tensors[name].file} and in {file}; a loader could take either")
+                    raise UsageError(
+                        f"{folder}: {name} is in {tensors[name].file} and in {file}; a loader could take either"
+                    )
                 tensors[name] = tensor
         if named is not None:
             for name in sorted(named.keys() | tensors.keys()):
                 place = tensors[name].file if name in tensors else None
                 if named.get(name) != place:
                     raise UsageError(
-                        f"{folder / INDEX} says that {name} is in {named.get(name, 'no file')}, and it is in {place or 'none of the files'}"
+                        f"{folder / INDEX} says that {name} is in {named.get(name, 'no file')}, and it is in "
+                        f"{place or 'none of the files'}"
                     )
         return cls(folder, config, tensors)
 
@@ -113,10 +121,16 @@ def weight_map(folder: Path) -> dict[str, str]:
         UsageError: the index is not valid, or a file is missing.
     """
     named = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(file, str) and file == Path(file).name for file in named.values()):
-        raise UsageError(f"{folder / INDEX} must have a weight_map from names of tensors to names of files in the folder")
+    if not isinstance(named, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in named.values()
+    ):
+        raise UsageError(
+            f"{folder / INDEX} must have a weight_map from names of tensors to names of files in the folder"
+        )
     if missing := sorted({file for file in named.values() if not (folder / file).is_file()}):
-        raise UsageError(f"{folder / INDEX} names {', '.join(missing)}, which the folder does not have (a broken link?)")
+        raise UsageError(
+            f"{folder / INDEX} names {', '.join(missing)}, which the folder does not have (a broken link?)"
+        )
     return named
 
 

@@ -4,8 +4,8 @@
         pipe(prompt, callback_on_step_end=on_step_end(report))
     print(report)
 
-It is `fp8attn.fp8_attention` with the transformer's blocks as layers: diffusers' attention backends are not touched, and the default one
-calls `scaled_dot_product_attention`.
+It is `fp8attn.fp8_attention` with the transformer's blocks as layers: diffusers' attention backends are not touched,
+and the default one calls `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ THROUGH_SDPA = {
 def fp8_transformer(
     transformer: torch.nn.Module, policy: AttentionPolicy | None = None, *, cross_attention: bool = False
 ) -> Iterator[AttentionReport]:
-    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline changes.
+    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline
+    changes.
 
     Args:
-        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second transformer needs its own
-            context.
-        policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default: `AttentionPolicy()`.
-        cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's `min_length`.
+        transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second
+            transformer needs its own context.
+        policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default:
+            `AttentionPolicy()`.
+        cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's
+            `min_length`.
     Yields:
         The `AttentionReport`; its `step` is called by `on_step_end`.
     Raises:
-        UsageError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention backend that does not
-            call `scaled_dot_product_attention`.
+        UsageError: another model; context parallelism, which exchanges keys between GPUs in 16 bits; an attention
+            backend that does not call `scaled_dot_product_attention`.
     """
     policy = AttentionPolicy() if policy is None else policy
     inner = getattr(transformer, "_orig_mod", transformer)  # torch.compile wraps a model
@@ -66,7 +69,10 @@ def fp8_transformer(
             "fp8attn.fp8_attention(policy, transformer, layers=transformer.blocks)"
         )
     if getattr(inner._parallel_config, "context_parallel_config", None) is not None:
-        raise UsageError("FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor parallelism")
+        raise UsageError(
+            "FP8 attention does not run context-parallel: leave out enable_parallelism, or use data or tensor "
+            "parallelism"
+        )
     if (backend := _foreign_backend(inner)) is not None:
         raise UsageError(
             f"the attention backend {backend.value!r} does not call scaled_dot_product_attention: "
@@ -80,7 +86,9 @@ def fp8_transformer(
 
 
 def on_step_end(*reports: AttentionReport) -> Callable:
-    """A pipeline's `callback_on_step_end`: it sets each report's next step; after the last step that is 0, for the next video."""
+    """A pipeline's `callback_on_step_end`: it sets each report's next step; after the last step that is 0, for the next
+    video.
+    """
 
     def callback(pipeline: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
         for report in reports:
@@ -92,7 +100,9 @@ def on_step_end(*reports: AttentionReport) -> Callable:
 
 def _foreign_backend(transformer: torch.nn.Module) -> AttentionBackendName | None:
     """An attention backend in use that calls something else."""
-    default, _ = _AttentionBackendRegistry.get_active_backend()  # only read; set_attention_backend sets it for the whole process
+    default, _ = (
+        _AttentionBackendRegistry.get_active_backend()
+    )  # only read; set_attention_backend sets it for the whole process
     for module in transformer.modules():
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_attention_backend"):

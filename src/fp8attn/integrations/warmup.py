@@ -34,23 +34,25 @@ def warmup(
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
-    """Compile all kernels that a model's attention layers and their caches use, in threads, into Triton's cache on disk.
+    """Compile all kernels that a model's attention layers and their caches use, in threads, into Triton's cache on
+    disk.
 
     Kernels are compiled for:
 
     - prompts of 1 to 32,768 tokens, whole or in chunks;
     - decode and verification steps of 1 to 16 tokens;
-    - batches of up to 64 sequences of equal lengths, with padding on the left, or of different lengths (`cu_seqlens_q`);
+    - batches of up to 64 sequences of equal lengths, with padding on the left, or of different lengths
+      (`cu_seqlens_q`);
     - the appends of `FP8Cache` for all of these;
-    - dense calls (`scaled_dot_product_attention`, `fp8_attention`), if there are no softcap, sinks or calibrated scales and `advance` is
-      True.
+    - dense calls (`scaled_dot_product_attention`, `fp8_attention`), if there are no softcap, sinks or calibrated scales
+      and `advance` is True.
 
-    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are not causal; for FP8
-    operands (`scaled_dot_product_attention_quantized`, FP8 queries); and for pages of your own whose options no cache of the model has.
-    Such a call works, and compiles its kernel when it runs.
+    Kernels are not compiled for calls that return the LSE, that pass tables of RoPE, or that have few queries and are
+    not causal; for FP8 operands (`scaled_dot_product_attention_quantized`, FP8 queries); and for pages of your own
+    whose options no cache of the model has. Such a call works, and compiles its kernel when it runs.
 
-    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take milliseconds. This process
-    then has them all; another one reads a kernel from the cache when it first launches it.
+    `warmup` uses no memory of the GPU and runs nothing on it. Kernels that are in Triton's cache already take
+    milliseconds. This process then has them all; another one reads a kernel from the cache when it first launches it.
 
     Args:
         config: a transformers config, which has the shapes of its layers, softcap and sinks. None: give the shape.
@@ -59,31 +61,36 @@ def warmup(
         dtype: the model's dtype, bfloat16 or float16.
         backend: `"auto"`, `"hopper"` or `"triton"`, as in the calls.
         key_dtype, rotate_keys: the options of the cache (`PagedKVCache`).
-        means: also compile for static means of K and V (models with biases), twice as many kernels. `FP8Cache` and the plugins of engines
-            have both in a layer or none; a `PagedKVCache` with one of them compiles its kernels when it runs.
-        static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own scales.
-        advance: False: compile the appends of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`), and neither those
-            of `FP8Cache` nor dense calls. Attention over pages has the same kernels, with and without `out`.
-        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a model whose
-            sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of attention that is not exact),
-            `"batch_invariant"` (instead of attention that is not).
-        target: an architecture to compile for without a GPU, such as `"sm_90"`, one in a process. The folder of Triton's cache can then be
-            copied to a machine with the same versions of Triton and of this package. (Triton 3.6 also builds a small C function for each
-            kernel at its first launch, which needs the GPU's driver.)
+        means: also compile for static means of K and V (models with biases), twice as many kernels. `FP8Cache` and the
+            plugins of engines have both in a layer or none; a `PagedKVCache` with one of them compiles its kernels when
+            it runs.
+        static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own
+            scales.
+        advance: False: compile the appends of an engine that keeps the lengths itself
+            (`fp8attn.append(advance=False)`), and neither those of `FP8Cache` nor dense calls. Attention over pages has
+            the same kernels, with and without `out`.
+        attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a
+            model whose sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of
+            attention that is not exact), `"batch_invariant"` (instead of attention that is not).
+        target: an architecture to compile for without a GPU, such as `"sm_90"`, one in a process. The folder of
+            Triton's cache can then be copied to a machine with the same versions of Triton and of this package. (Triton
+            3.6 also builds a small C function for each kernel at its first launch, which needs the GPU's driver.)
         threads: number of threads that compile. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
         The kernels.
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the shape is missing; there are no kernels for the device, target, dtype or shape; this process runs Triton's
-            interpreter, or has planned launches for another GPU.
+        UsageError: the shape is missing; there are no kernels for the device, target, dtype or shape; this process runs
+            Triton's interpreter, or has planned launches for another GPU.
         Exception: a kernel did not compile; Triton's error.
     """
     given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != (3 if config is None else 0):
-        raise UsageError(f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}")
+        raise UsageError(
+            f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}"
+        )
     if isinstance(attention, str):
         raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
     if config is not None:
@@ -92,7 +99,11 @@ def warmup(
         specs = [spec for spec in layers_of(config) if spec.in_pages]
         windowed = {(spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs if spec.is_windowed}
         shapes = dict.fromkeys((spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
-        attention = [*attention, *(("softcap",) if has_softcap(config) else ()), *(("sinks",) if has_sinks(config) else ())]
+        attention = [
+            *attention,
+            *(("softcap",) if has_softcap(config) else ()),
+            *(("sinks",) if has_sinks(config) else ()),
+        ]
     else:
         assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
         shapes, windowed = dict.fromkeys([(num_q_heads, num_kv_heads, head_dim)]), set()
@@ -100,12 +111,15 @@ def warmup(
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
-        raise UsageError(f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}")
+        raise UsageError(
+            f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}"
+        )
     has_means = [True] if static_scales else [False, True] if means else [False]
     layers: list[Layer] = []
     for shape in shapes:
         layer = Layer(
-            *shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, static_scales=static_scales,
+            *shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
+            static_scales=static_scales,
             advance=advance,
         )  # fmt: skip
         has = frozenset([*attention, *(("window",) if shape in windowed else ())])

@@ -1,11 +1,12 @@
 """Codecs inside Triton kernels, with the bits of `formats.codec`: conversions of E4M3, integers and BF16, and scales.
 
-`CODEC` is a `Codec` of `formats.codec`, whose attributes are compile-time constants. Integers of any largest magnitude up to 127 are one
-way of computing here, E4M3 is the other. Another floating-point format is another branch of the functions below "By codec", and of the
+`CODEC` is a `Codec` of `formats.codec`, whose attributes are compile-time constants. Integers of any largest magnitude
+up to 127 are one way of computing here, E4M3 is the other. Another floating-point format is another branch of the
+functions below "By codec", and of the
 products with queries: `begin_scores` of `prefill/softmax.py`, `_scores` of `decode/consume.py`.
 
-`NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in Triton's interpreter
-(whose own conversions truncate), integer arithmetic computes the same bits.
+`NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in
+Triton's interpreter (whose own conversions truncate), integer arithmetic computes the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
-_ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
+_ROUND = tl.constexpr(
+    1.5 * 2**23
+)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
 
 
 @lru_cache
@@ -38,7 +41,8 @@ def from_e4m3(x, NATIVE: tl.constexpr):
     if NATIVE:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        # E4M3's four exponent bits in FP16's five give the value over 2^8 (the biases are 7 and 15), subnormals included.
+        # E4M3's four exponent bits in FP16's five give the value over 2^8 (the biases are 7 and 15), subnormals
+        # included.
         bits = x.to(tl.int16)
         magnitude = bits & 0x7F
         value = (((bits & 0x80) << 8) | (magnitude << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -48,7 +52,8 @@ def from_e4m3(x, NATIVE: tl.constexpr):
 @triton.jit
 def from_int8(x):
     """Bytes of INT8 to FP16, exactly."""
-    # FP16 counts by 1 from 1024 on, so the last bits of such a number are an integer; 1152 is 1024 and the 128 that `^ 0x80` adds.
+    # FP16 counts by 1 from 1024 on, so the last bits of such a number are an integer; 1152 is 1024 and the 128 that
+    # `^ 0x80` adds.
     return ((x ^ 0x80).to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
 
 
@@ -64,7 +69,8 @@ def to_e4m3(x, NATIVE: tl.constexpr):
         magnitude = tl.minimum(magnitude, 0x43E00000)  # 448
         # 20 mantissa bits go; the bias falls by 120.
         normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-        # Below 2^-6 the codes count 2^-9, which is what the last mantissa bit of 2^14 is worth: FP32's own addition rounds.
+        # Below 2^-6 the codes count 2^-9, which is what the last mantissa bit of 2^14 is worth: FP32's own addition
+        # rounds.
         subnormal = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(nan, 0x7F, tl.where(magnitude < 0x3C800000, subnormal, normal))
         return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -110,8 +116,8 @@ def to_int8(x):
 
 @triton.jit
 def clamp(x, CODEC: tl.constexpr):
-    """Values in the range of codes, or as `round_to_codes` takes them: E4M3's conversion saturates by itself. NaN becomes zero where it has
-    no code."""
+    """Values in the range of codes, or as `round_to_codes` takes them: E4M3's conversion saturates by itself. NaN
+    becomes zero where it has no code."""
     return _saturate(x, CODEC) if CODEC.is_integer else x
 
 
@@ -162,7 +168,9 @@ def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.constexpr):
-    """`encode` of the rows `rows [N, 1]` of `x [N, C]`; the others do not change. Without CLAMP, all values are in the range of codes."""
+    """`encode` of the rows `rows [N, 1]` of `x [N, C]`; the others do not change. Without CLAMP, all values are in the
+    range of codes.
+    """
     if CODEC.is_integer and not CLAMP:
         magic = tl.where(rows, _ROUND, 0.0)
         return (x + magic) - magic

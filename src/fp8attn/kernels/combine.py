@@ -1,7 +1,7 @@
 """Attention over all keys from attention over parts of the keys, which several programs have computed (Flash-Decoding).
 
-`num_splits` chooses the number of parts on the host. (`prefill`, whose CTAs compute several items, has its own estimate.) `combine` adds
-the parts in a separate launch, and documents their layout.
+`num_splits` chooses the number of parts on the host. (`prefill`, whose CTAs compute several items, has its own
+estimate.) `combine` adds the parts in a separate launch, and documents their layout.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ _TILE_OVERHEAD = 1.5  # the fixed cost of a program, in pages
 
 @lru_cache(maxsize=4096)
 def num_splits(programs: int, pages: int, slots: int) -> int:
-    """The number of parts that each of `programs` programs over up to `pages` pages is divided into, if `slots` programs run at a time.
+    """The number of parts that each of `programs` programs over up to `pages` pages is divided into, if `slots`
+    programs run at a time.
 
-    It minimizes the number of waves times the longest program. It depends only on what the host knows, so a launch reads nothing back.
+    It minimizes the number of waves times the longest program. It depends only on what the host knows, so a launch
+    reads nothing back.
     """
     best, best_cost = 1, math.inf
     for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
-        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (1 + splits / 32)
+        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (
+            1 + splits / 32
+        )
         if cost < best_cost:
             best, best_cost = splits, cost
     return best
@@ -38,7 +42,9 @@ def num_splits(programs: int, pages: int, slots: int) -> int:
 
 @triton.jit
 def share_and_lse(lse, mean_score, sinks_ptr, head):
-    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centered scores and the score of k_mean."""
+    """The keys' share of the softmax and the natural LSE, from the log2 LSE of the keys' centered scores and the score
+    of k_mean.
+    """
     lse = tl.where(lse == HIDDEN, lse, lse + mean_score)
     if sinks_ptr is None:
         return 1.0 + tl.zeros_like(lse), lse * LN2
@@ -51,11 +57,23 @@ def share_and_lse(lse, mean_score, sinks_ptr, head):
         return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * LN2
 
 
-@triton.jit(do_not_specialize=["num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"])
+@triton.jit(
+    do_not_specialize=[
+        "num_splits",
+        "num_rows",
+        "num_tokens",
+        "num_q_heads",
+        "out_stride_b",
+        "out_stride_t",
+        "out_stride_h",
+    ]
+)
 def _combine_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads, out_stride_b, out_stride_t,
+    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads,
+    out_stride_b, out_stride_t,
     out_stride_h,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -78,7 +96,10 @@ def _combine_kernel(
         offset = part.to(tl.int64) * num_rows + row
         part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=HIDDEN)
         mask = (part_lse != HIDDEN)[:, None] & (d < D)[None, :]
-        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0) * tl.exp2(part_lse - top)[:, None]
+        partial = (
+            tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
+            * tl.exp2(part_lse - top)[:, None]
+        )
         if ROWS == 1:
             out += tl.sum(partial, 0)[None, :]
         else:
@@ -92,15 +113,18 @@ def _combine_kernel(
     tl.store(lse_ptr + row, lse, mask=real)
 
 
-def combine(parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> None:
+def combine(
+    parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Compute attention over all keys from attention over parts of them, added in the order of the parts.
 
     Args:
         parts: `[splits, T * num_q_heads, head_dim]` float32; unspecified in rows that see no key of a part.
-        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and the score of
-            `k_mean`, which is the same in every part.
+        parts_lse: `[2, splits, T * num_q_heads]` float32, to base 2: the LSE without `k_mean` (-inf in such rows), and
+            the score of `k_mean`, which is the same in every part.
         sinks: `[num_q_heads]`; the parts do not include them.
-        out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with `out` of any strides.
+        out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with
+            `out` of any strides.
     """
     grid, numbers, constants = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
     launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), constants)
@@ -113,11 +137,17 @@ def _plan(
     """The kernel's grid, numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
     splits, num_rows, head_dim = parts
     padded, capacity = power_of_two(head_dim), power_of_two(splits)
-    # A program computes one row, and loads all its parts at the same time. With many rows and few parts, a program computes several rows.
+    # A program computes one row, and loads all its parts at the same time. With many rows and few parts, a program
+    # computes several rows.
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
     constants = make_constants(
-        "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity, CHUNK=1 if many else min(capacity, 4096 // padded),
+        "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity,
+        CHUNK=1 if many else min(capacity, 4096 // padded),
         NATIVE=native, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return (-(-num_rows // together),), (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]), constants
+    return (
+        (-(-num_rows // together),),
+        (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]),
+        constants,
+    )

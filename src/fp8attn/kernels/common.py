@@ -4,11 +4,15 @@ The kernels of attention use the same names for the same things:
 
 | name | what |
 |---|---|
-| `mean_score` | the score of K's mean, by row: a constant that the softmax does not depend on; the LSE, sinks and a softcap do |
-| `WEIGHT_BITS` | weights are multiplied by two to this power, so that small ones keep their bits; each kernel has its own |
-| `v_unit`, `v_ratio` | the scale of V that is the unit of an accumulator; the unit before a page, in units of this one |
+| `mean_score` | the score of K's mean, by row: a constant that the softmax does not depend on; the LSE, sinks and a
+softcap do |
+| `WEIGHT_BITS` | weights are multiplied by two to this power, so that small ones keep their bits; each kernel has its
+own |
+| `v_unit`, `v_ratio` | the scale of V that is the unit of an accumulator; the unit before a page, in units of this one
+|
 | `ring` | the stages of shared memory between a producer and those that read them |
-| `first`, `last`, `end` | the keys that a row sees; `any_first`: that some row sees; `all_first`: that all rows see. `end` is `last + 1` |
+| `first`, `last`, `end` | the keys that a row sees; `any_first`: that some row sees; `all_first`: that all rows see.
+`end` is `last + 1` |
 
 Scores are exponents of two until the LSE is stored.
 """
@@ -32,7 +36,9 @@ LN2 = tl.constexpr(math.log(2))
 
 UNSEEN = tl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = tl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
-HIDDEN_FINITE = tl.constexpr(-1e30)  # a masked score where inf - inf could arise; far below `UNSEEN`, so weights are exactly zero
+HIDDEN_FINITE = tl.constexpr(
+    -1e30
+)  # a masked score where inf - inf could arise; far below `UNSEEN`, so weights are exactly zero
 
 
 @triton.jit
@@ -48,5 +54,7 @@ def v_token(position):
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n >= 1`, to which kernels pad head_dim. (`triton.next_power_of_2` takes 8 us.)"""
+    """The smallest power of two that is at least `n >= 1`, to which kernels pad head_dim. (`triton.next_power_of_2`
+    takes 8 us.)
+    """
     return 1 << (n - 1).bit_length()

@@ -6,8 +6,8 @@
         kernel = compiled(made.kernel, made.args, made.constants)
         print(kernel.metadata.shared, kernel.asm["ptx"])
 
-Triton itself binds and specializes the arguments, in `JITFunction.warmup`. Only its driver, which needs libcuda and a device, is replaced.
-So Triton's cache on disk has each compiled kernel under the key that a launch uses.
+Triton itself binds and specializes the arguments, in `JITFunction.warmup`. Only its driver, which needs libcuda and a
+device, is replaced. So Triton's cache on disk has each compiled kernel under the key that a launch uses.
 """
 
 from __future__ import annotations
@@ -68,14 +68,16 @@ def compiling_for(target: GPUTarget) -> AbstractContextManager[None]:
     return _active(_Driver(target))
 
 
-def compiled(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget = HOPPER) -> CompiledKernel:
+def compiled(
+    kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget = HOPPER
+) -> CompiledKernel:
     """The kernel that Triton compiles for `kernel[grid](*args, **constants)` on a GPU of `target`.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function.
-        args: the run-time arguments as `launch.launch` takes them: tensors, `launch.Tiles`, `launch.Counters`, int, float, None. Tensors
-            may be on any device, "meta" too, where an address is an offset. Triton specializes on whether an address is a multiple of
-            16; those of counters are.
+        args: the run-time arguments as `launch.launch` takes them: tensors, `launch.Tiles`, `launch.Counters`, int,
+            float, None. Tensors may be on any device, "meta" too, where an address is an offset. Triton specializes on
+            whether an address is a multiple of 16; those of counters are.
         constants: constexpr parameters and options (`num_warps`, ...).
         target: the GPU to compile for.
 
@@ -99,7 +101,9 @@ def loaded(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any
 
 
 def ptxas_version(target: GPUTarget) -> str:
-    """What ptxas says of its version; empty for other vendors. Triton asks once in a process, and a kernel's key has the answer."""
+    """What ptxas says of its version; empty for other vendors. Triton asks once in a process, and a kernel's key has
+    the answer.
+    """
     return get_ptxas_version(target.arch) if target.backend == "cuda" else ""
 
 
@@ -113,7 +117,8 @@ def _argument(x: Any) -> Any:
 
 
 def build_launcher(program: CompiledKernel) -> None:
-    """Build the C function that launches `program` with Triton 3.6, whose first launch of every signature calls a C compiler.
+    """Build the C function that launches `program` with Triton 3.6, whose first launch of every signature calls a C
+    compiler.
 
     It does nothing without a libcuda to link with, or with a later version of Triton, which needs no such function.
     """
@@ -140,7 +145,9 @@ def _links(module: ModuleType) -> bool:
 
 
 def specialization(made: Launch) -> tuple:
-    """A key of a launch: launches with equal keys have the same compiled kernel. It covers at least what Triton specializes on."""
+    """A key of a launch: launches with equal keys have the same compiled kernel. It covers at least what Triton
+    specializes on.
+    """
     kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
     return made.kernel.fn.__qualname__, tuple(sorted(made.constants.items(), key=str)), kinds
 

@@ -1,12 +1,16 @@
-"""Counters for kernels whose blocks count finished work: int32 zeros on the device, which are zero again after every launch.
+"""Counters for kernels whose blocks count finished work: int32 zeros on the device, which are zero again after every
+launch.
 
 Launches may share counters only if they never run at the same time. So:
 
-- Launches on one stream run one after another. They share the counters of the stream, also if several threads make them.
-- A captured launch has its own counters, because its CUDA graph can run at the same time as any other work, also graphs of its stream.
+- Launches on one stream run one after another. They share the counters of the stream, also if several threads make
+  them.
+- A captured launch has its own counters, because its CUDA graph can run at the same time as any other work, also graphs
+  of its stream.
 
-Both are from a pool that is made before a graph needs it, because memory that a graph allocates must not outlive the graph. If the pool is
-empty, a capture allocates its zeros in the graph, which then clears them at each replay. The result is the same, with one more node.
+Both are from a pool that is made before a graph needs it, because memory that a graph allocates must not outlive the
+graph. If the pool is empty, a capture allocates its zeros in the graph, which then clears them at each replay. The
+result is the same, with one more node.
 Pools are never freed: CUDA does not tell when a graph is destroyed.
 """
 
@@ -33,7 +37,9 @@ _lock = Lock()
 
 
 def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
-    """`[count]` int32 zeros for one launch on `stream`, a handle: the current stream of `device`, which is the current device."""
+    """`[count]` int32 zeros for one launch on `stream`, a handle: the current stream of `device`, which is the current
+    device.
+    """
     capturing = torch.cuda.is_current_stream_capturing()
     key = device.index, stream, count
     if not capturing and not _low and (zeros := _streams.get(key)) is not None:
@@ -42,7 +48,9 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
         pool = _pools.get(device.index)
         if not capturing:
             if pool is None or len(pool) < max(LOW, count):
-                pool = _pools[device.index] = kept(lambda device: torch.zeros(max(POOL, count), dtype=torch.int32, device=device), device)
+                pool = _pools[device.index] = kept(
+                    lambda device: torch.zeros(max(POOL, count), dtype=torch.int32, device=device), device
+                )
                 _made.append(pool)
             _low.discard(device.index)
             if (zeros := _streams.get(key)) is not None:
@@ -60,10 +68,12 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
 
 
 def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
-    """The result of `make(device)`, complete for use on every stream. It must not be called while a stream is capturing.
+    """The result of `make(device)`, complete for use on every stream. It must not be called while a stream is
+    capturing.
 
-    `make` runs in another thread. The calling thread may be warming up for a CUDA graph (`torch.compile(mode="reduce-overhead")`). Its
-    memory would be allocated from the graph's pool, and no tensor of that pool may outlive the graph.
+    `make` runs in another thread. The calling thread may be warming up for a CUDA graph
+    (`torch.compile(mode="reduce-overhead")`). Its memory would be allocated from the graph's pool, and no tensor of
+    that pool may outlive the graph.
     """
 
     def work() -> T:

@@ -1,7 +1,7 @@
 """The speed of GPUs, in a few measured numbers that plans of launches use.
 
-`python -m benchmarks.fit` measures the GPU that it runs on and prints its entry for this file. The numbers determine how a problem is
-divided, and so the order in which sums are added.
+`python -m benchmarks.fit` measures the GPU that it runs on and prints its entry for this file. The numbers determine
+how a problem is divided, and so the order in which sums are added.
 
 The number of multiprocessors is not here: the driver reports it (`launch.num_sms`).
 """
@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
-    """The time of a CTA of `prefill` for one item, in microseconds: `item + tile * tiles` for this number of tiles of 128 keys."""
+    """The time of a CTA of `prefill` for one item, in microseconds: `item + tile * tiles` for this number of tiles of
+    128 keys.
+    """
 
     tile: float
     item: float
@@ -37,11 +39,15 @@ class Chip:
         bandwidth: GB/s of a copy in device memory, reads and writes together.
         l2: bytes of K and V that fit into the L2 cache besides the other data of a launch of `prefill`.
         prefill: times with 16-bit queries, by padded head_dim and number of warpgroups.
-        combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it reads.
+        combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it
+            reads.
         decode_stages: number of pages in the shared memory of a CTA of `decode`, by padded head_dim.
-        decode_ctas: number of CTAs of `decode` on a multiprocessor, by padded head_dim. Shared memory and registers limit it.
-        decode_whole_pages: the largest number of pages of a head that stays in one range, because combining its parts would cost more.
-        decode_head_pages: the number of pages that a CTA of `decode` reads in the time that it takes for a head besides its pages.
+        decode_ctas: number of CTAs of `decode` on a multiprocessor, by padded head_dim. Shared memory and registers
+            limit it.
+        decode_whole_pages: the largest number of pages of a head that stays in one range, because combining its parts
+            would cost more.
+        decode_head_pages: the number of pages that a CTA of `decode` reads in the time that it takes for a head besides
+            its pages.
     """
 
     name: str
@@ -55,13 +61,15 @@ class Chip:
     decode_head_pages: int
 
 
-# The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which `test_cut.py` has, and
-# `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The others are the fastest of those tried.
+# The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which
+# `test_cut.py` has, and `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The others
+# are the fastest of those tried.
 H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
     bandwidth=3000,
     l2=32 << 20,
-    # A third warpgroup saves 10% of the time of a tile per row. But items begin and end more slowly, and there are fewer items.
+    # A third warpgroup saves 10% of the time of a tile per row. But items begin and end more slowly, and there are
+    # fewer items.
     prefill={(64, 3): Cost(1.3, 5.0), (128, 2): Cost(1.1, 4.0), (128, 3): Cost(1.52, 5.9), (256, 2): Cost(2.2, 6.0)},
     combine=(6.0, 0.9e-6),
     decode_stages={64: 4, 128: 2, 256: 3},
@@ -69,21 +77,28 @@ H100 = Chip(
     decode_whole_pages=4,
     decode_head_pages=2,
 )
-# The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit queries over rotated
-# INT8 keys, which `test_cut.py` has, and the bandwidth is measured. The others are the H100's.
-H200 = replace(H100, name="NVIDIA H200", bandwidth=4300, prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)})
+# The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit
+# queries over rotated INT8 keys, which `test_cut.py` has, and the bandwidth is measured. The others are the H100's.
+H200 = replace(
+    H100,
+    name="NVIDIA H200",
+    bandwidth=4300,
+    prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)},
+)
 
 DEFAULT = H100
 CHIPS = {chip.name: chip for chip in (H100, H200)}
 
 
 def named(name: str) -> Chip:
-    """The numbers of the GPU of that name, or `DEFAULT`'s if it has none here (H100 PCIe, H20, GH200, a slice of a GPU)."""
+    """The numbers of the GPU of that name, or `DEFAULT`'s if it has none here (H100 PCIe, H20, GH200, a slice of a
+    GPU).
+    """
     chip = CHIPS.get(name)
     if chip is None:
         log.debug(
-            "%s has no numbers of its own: its launches are planned for its number of multiprocessors with the numbers of %s. "
-            "`python -m benchmarks.fit` measures its own, for fp8attn/kernels/devices.py",
+            "%s has no numbers of its own: its launches are planned for its number of multiprocessors with the numbers "
+            "of %s. `python -m benchmarks.fit` measures its own, for fp8attn/kernels/devices.py",
             name, DEFAULT.name,
         )  # fmt: skip
         return DEFAULT

@@ -1,7 +1,8 @@
 """All names of Gluon that the package uses. Gluon's API changes between Triton versions.
 
-Gluon is part of Triton. In Gluon, a kernel assigns work to warps and layouts to memory and registers; in plain Triton the compiler does.
-This file is for Triton 3.6 (PyTorch 2.11), 3.8 (PyTorch 2.14) and 3.9 (PyTorch 2.15), and hides their differences.
+Gluon is part of Triton. In Gluon, a kernel assigns work to warps and layouts to memory and registers; in plain Triton
+the compiler does. This file is for Triton 3.6 (PyTorch 2.11), 3.8 (PyTorch 2.14) and 3.9 (PyTorch 2.15), and hides
+their differences.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ def aggregate(cls: type) -> type:
 
 
 class _Constructor(ConstexprFunction):
-    """A constructor whose key in Triton's cache covers the names of the fields. Its source, which all aggregates share, does not."""
+    """A constructor whose key in Triton's cache covers the names of the fields. Its source, which all aggregates share,
+    does not.
+    """
 
     def __init__(self, function: Callable, fields: tuple[str, ...]) -> None:
         super().__init__(function)
@@ -115,7 +118,9 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8
 
 
 class Memory:
-    """The attributes of a tensor that a TensorDescriptor reads. So a descriptor that is kept does not keep the tensor's memory."""
+    """The attributes of a tensor that a TensorDescriptor reads. So a descriptor that is kept does not keep the tensor's
+    memory.
+    """
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
@@ -135,10 +140,12 @@ def descriptor(address: int, dtype: torch.dtype, view: View) -> TensorDescriptor
 
 @builtin
 def warpgroup_mma_wait(num_outstanding=0, deps=None, _semantic=None):
-    """Wait until no more than `num_outstanding` groups of products run, and return `deps`. Each warpgroup waits for itself.
+    """Wait until no more than `num_outstanding` groups of products run, and return `deps`. Each warpgroup waits for
+    itself.
 
-    Triton 3.9 adds a barrier of the whole partition to it, so that other warps may write what the products read. Here nobody else writes
-    what a warpgroup's products read, except the producer, which waits for the stage's release. Gluon has no argument for that yet.
+    Triton 3.9 adds a barrier of the whole partition to it, so that other warps may write what the products read. Here
+    nobody else writes what a warpgroup's products read, except the producer, which waits for the stage's release. Gluon
+    has no argument for that yet.
     """
     values = _wait_for_products(num_outstanding, deps, _semantic=_semantic)
     if _LATER:
@@ -150,7 +157,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None, _semantic=None):
 @gluon.jit
 def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """The same bytes of shared memory under another type, shape and layout."""
-    if _PUBLIC_REINTERPRET:  # noqa: SIM108 - the other branch does not compile
+    if _PUBLIC_REINTERPRET:
         view = memory.reinterpret(DTYPE, SHAPE, LAYOUT)
     else:
         view = memory._reinterpret(DTYPE, SHAPE, LAYOUT)
@@ -159,8 +166,8 @@ def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def arrive(barrier):
-    """One thread arrives at `barrier`. With Triton 3.6 it does not wait for the other threads of its partition; `ARRIVE_MEETS` says
-    whether it does.
+    """One thread arrives at `barrier`. With Triton 3.6 it does not wait for the other threads of its partition;
+    `ARRIVE_MEETS` says whether it does.
 
     With `mbarrier.arrive` they wait for one another, and then again when they next use shared memory.
     """

@@ -1,9 +1,10 @@
 """Makes the key of a kernel in Triton's cache the same in every process.
 
-The key covers the functions that a kernel calls and the constexpr globals that they read. Triton 3.6 adds a callee's globals to those of
-its caller before it has collected them, so it finds them only if the callee's key was computed earlier, for example for another kernel.
-Then a kernel has another key in a process that launches the same kernels in another order, and is compiled again. If the keys of callees
-are computed before those of their callers, the key is always the same. (Triton 3.9 does this itself.)
+The key covers the functions that a kernel calls and the constexpr globals that they read. Triton 3.6 adds a callee's
+globals to those of its caller before it has collected them, so it finds them only if the callee's key was computed
+earlier, for example for another kernel. Then a kernel has another key in a process that launches the same kernels in
+another order, and is compiled again. If the keys of callees are computed before those of their callers, the key is
+always the same. (Triton 3.9 does this itself.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 
 from triton.runtime.jit import JITCallable
 
-_done: set[int] = set()  # the `id` of functions, which live as long as their modules; a JITCallable's own hash is the key
+_done: set[int] = (
+    set()
+)  # the `id` of functions, which live as long as their modules; a JITCallable's own hash is the key
 
 
 def compute_key(function: Any) -> None:

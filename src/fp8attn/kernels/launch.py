@@ -1,10 +1,11 @@
 """Launches Triton kernels at low CPU cost.
 
-`kernel[grid](...)` repeats the same work on every call. It binds the arguments, specializes each on its type and alignment, makes a key
-from them and the options, and looks up the compiled kernel. `launch` keeps the compiled kernel with the `Constants` of the call. A later
-launch checks that its arguments have the types and alignments that the kernel was compiled for, and calls the compiled kernel's `run`, as
-`kernel[grid](...)` does in the end. (`compiled[grid](...)`, which Triton documents, takes a microsecond more: it collects the arguments by
-name for hooks, also where there is no hook.)
+`kernel[grid](...)` repeats the same work on every call. It binds the arguments, specializes each on its type and
+alignment, makes a key from them and the options, and looks up the compiled kernel. `launch` keeps the compiled kernel
+with the `Constants` of the call. A later launch checks that its arguments have the types and alignments that the kernel
+was compiled for, and calls the compiled kernel's `run`, as `kernel[grid](...)` does in the end. (`compiled[grid](...)`,
+which Triton documents, takes a microsecond more: it collects the arguments by name for hooks, also where there is no
+hook.)
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from .view import View
 
 
 class Tiles(NamedTuple):
-    """A kernel argument: a tensor that TMA copies to shared memory in blocks. Its first element is at a multiple of 16 bytes."""
+    """A kernel argument: a tensor that TMA copies to shared memory in blocks. Its first element is at a multiple of 16
+    bytes.
+    """
 
     x: torch.Tensor
     view: View
@@ -50,7 +53,9 @@ def _descriptor() -> Callable[[int, torch.dtype, View], Any]:
 
 
 class Counters(NamedTuple):
-    """A kernel argument: `count` int32 zeros that no other launch uses at the same time, and that the launch leaves zero."""
+    """A kernel argument: `count` int32 zeros that no other launch uses at the same time, and that the launch leaves
+    zero.
+    """
 
     count: int
 
@@ -58,8 +63,8 @@ class Counters(NamedTuple):
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
-    The compiled kernels are kept here, so `Constants` must be kept, too. `make_constants` makes them, or a kept object contains them.
-    `operands` says which products of the kernel read their left operands without copies (`operands.py`).
+    The compiled kernels are kept here, so `Constants` must be kept, too. `make_constants` makes them, or a kept object
+    contains them. `operands` says which products of the kernel read their left operands without copies (`operands.py`).
     """
 
     def __init__(self, device: torch.device, operands: Which = "none", **constants: Any) -> None:
@@ -72,11 +77,11 @@ class Constants(dict):
 class ConstexprFields(dict):
     """The base class of the dataclasses that kernels take as constexpr parameters: an empty dict with attributes.
 
-    Triton calls `knobs.runtime.jit_post_compile_hook` for each new kernel, and first writes the kernel's constexpr parameters as JSON. JSON
-    has dicts, but no dataclasses. vLLM sets this hook.
+    Triton calls `knobs.runtime.jit_post_compile_hook` for each new kernel, and first writes the kernel's constexpr
+    parameters as JSON. JSON has dicts, but no dataclasses. vLLM sets this hook.
 
-    Device code passes a field that is no number to a function by way of a name, `CODEC: tl.constexpr = OPTIONS.codec`: Triton 3.6 takes no
-    other objects.
+    Device code passes a field that is no number to a function by way of a name, `CODEC: tl.constexpr = OPTIONS.codec`:
+    Triton 3.6 takes no other objects.
     """
 
     def __bool__(self) -> bool:
@@ -104,14 +109,18 @@ class Compiled(NamedTuple):
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[int, ...]  # int32
-    specialized: tuple[tuple[int, bool], ...]  # int32 that Triton specializes on: whether they are multiples of 16 (and none is 1)
+    specialized: tuple[
+        tuple[int, bool], ...
+    ]  # int32 that Triton specializes on: whether they are multiples of 16 (and none is 1)
     floats: tuple[int, ...]
     counters: tuple[int, ...]
     tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool], ...]  # blocks, whether swizzled
     constants: tuple[Any, ...]  # the constexpr parameters, which Triton takes again and ignores
 
     def values(self, args: Sequence) -> list | None:
-        """`args` in the form that `program` takes, with addresses instead of tensors; None if the kernel was compiled for other types."""
+        """`args` in the form that `program` takes, with addresses instead of tensors; None if the kernel was compiled
+        for other types.
+        """
         values = [*args, *self.constants]
         bits = 0
         for i, dtype in self.pointers:
@@ -166,7 +175,9 @@ _recording = _Recording()
 
 @contextmanager
 def recording(dry: bool = False) -> Iterator[list[Launch]]:
-    """Record the launches of this thread. `dry`: record them without running them. A recording around this one does not get them."""
+    """Record the launches of this thread. `dry`: record them without running them. A recording around this one does not
+    get them.
+    """
     around = _recording.launches, _recording.dry
     _recording.launches, _recording.dry = made = [], dry
     try:
@@ -188,7 +199,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
     """
     if len(grid) > 1 and max(grid[1:]) > MAX_GRID:
         raise ValueError(
-            f"{kernel.__name__} takes a grid of {grid}, and CUDA only {MAX_GRID} in the second and third dimension: split the call"
+            f"{kernel.__name__} takes a grid of {grid}, and CUDA only {MAX_GRID} in the second and third dimension: "
+            f"split the call"
         )
     if _recording.dry:
         _recording.launches.append(Launch(kernel, grid, tuple(args), constants, None))
@@ -208,7 +220,9 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
                 values[i] = counters(device, stream, values[i].count)
             enter, leave = _hooks()
             noted = enter and program.launch_metadata(grid, stream, *values)
-            program.run(*(*grid, 1, 1)[:3], stream, program.function, program.packed_metadata, noted, enter, leave, *values)
+            program.run(
+                *(*grid, 1, 1)[:3], stream, program.function, program.packed_metadata, noted, enter, leave, *values
+            )
             break
     else:
         values = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
@@ -234,7 +248,9 @@ def _hooks() -> tuple[Any, Any]:
 
 
 def _as_before(kernel: triton.JITFunction) -> bool:
-    """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that changes the code."""
+    """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that
+    changes the code.
+    """
     runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
     if stages is not None and isinstance(stages, Hook):
         stages = stages.before  # ours changes only the kernel that its thread compiles
@@ -242,7 +258,9 @@ def _as_before(kernel: triton.JITFunction) -> bool:
 
 
 def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, constants: Constants) -> Compiled | None:
-    """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot describe them."""
+    """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot
+    describe them.
+    """
     pointers, absent, numbers, specialized = [], [], [], []
     floats, zeros, tiles = [], [], []
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):

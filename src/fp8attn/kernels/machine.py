@@ -31,7 +31,9 @@ _planned: Machine | None = None
 
 
 def plan_for(planned: Machine) -> None:
-    """Make `planned` the machine of tensors on the device "meta", for the rest of this process. Plans are kept, so call it once, first."""
+    """Make `planned` the machine of tensors on the device "meta", for the rest of this process. Plans are kept, so call
+    it once, first.
+    """
     global _planned
     _planned = planned
 
@@ -48,7 +50,10 @@ def machine(device: torch.device) -> Machine:
     """The machine of `device`; for "meta", the one given to `plan_for`."""
     if device.type == "meta":
         if _planned is None:
-            raise ValueError('launches of tensors on the device "meta" can be planned once fp8attn.kernels.machine.plan_for(...) is called')
+            raise ValueError(
+                'launches of tensors on the device "meta" can be planned once fp8attn.kernels.machine.plan_for(...) is '
+                "called"
+            )
         return _planned
     if device.type == "cpu":  # the interpreter
         return Machine(1, 1 << 30, False)

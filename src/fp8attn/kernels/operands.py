@@ -1,19 +1,22 @@
-"""Lets `wgmma` read its operands where they are: left ones without the copies that Triton makes, right ones by 64-bit descriptors.
+"""Lets `wgmma` read its operands where they are: left ones without the copies that Triton makes, right ones by 64-bit
+descriptors.
 
-**Copies.** Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530), because ptxas before
-13.3 could overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas waits for the product, and also keeps each
-copy until then. Prefill multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops
-spilled. `without_copies` removes them.
+**Copies.** Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530),
+because ptxas before 13.3 could overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas
+waits for the product, and also keeps each copy until then. Prefill multiplies the same weights two to five times, so
+copies took up to 32 registers of a thread, and its loops spilled. `without_copies` removes them.
 
-**Descriptors.** A descriptor of a right operand has a shared memory address, without its last four bits, in its low bits, and constants
-above them. A product of 128 columns takes four, at constant distances. Triton 3.9 makes each from its own address in 32 bits: it adds the
-distance, widens the sum, and ORs the constants in. ptxas then moves the constant half of each to its uniform register, between the
-products. `wide_descriptors` makes one descriptor of a tile so, and the others by adding a distance: one 64-bit addition writes both halves,
-as in Triton 3.6. Every value stays. A text of other instructions is left as it is.
+**Descriptors.** A descriptor of a right operand has a shared memory address, without its last four bits, in its low
+bits, and constants above them. A product of 128 columns takes four, at constant distances. Triton 3.9 makes each from
+its own address in 32 bits: it adds the distance, widens the sum, and ORs the constants in. ptxas then moves the
+constant half of each to its uniform register, between the products. `wide_descriptors` makes one descriptor of a tile
+so, and the others by adding a distance: one 64-bit addition writes both halves, as in Triton 3.6. Every value stays. A
+text of other instructions is left as it is.
 
-`direct_operands` does both to the PTX while Triton compiles a kernel, through Triton's hook on the stages of a compilation. The hook is
-part of the kernel's key in Triton's cache, in memory and on disk, even where it adds nothing: so it is set for all kernels of fp8attn, and
-every thread and process finds the same kernel. This file goes when Triton copies no more (docs/roadmap.md).
+`direct_operands` does both to the PTX while Triton compiles a kernel, through Triton's hook on the stages of a
+compilation. The hook is part of the kernel's key in Triton's cache, in memory and on disk, even where it adds nothing:
+so it is set for all kernels of fp8attn, and every thread and process finds the same kernel. This file goes when Triton
+copies no more (docs/roadmap.md).
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from typing import Any, Literal, NamedTuple
 import triton
 from triton import knobs
 
-Which = Literal["none", "sums", "all"]  # the products that read their operands directly; `sums`: those with eight columns
+Which = Literal[
+    "none", "sums", "all"
+]  # the products that read their operands directly; `sums`: those with eight columns
 
-KEY = "fp8attn: left operands of wgmma without copies, 3: "  # a change of `_rewritten` or what it calls needs another number
+# a change of `_rewritten` or what it calls needs another number
+KEY = "fp8attn: left operands of wgmma without copies, 3: "
 NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or `DIRECT`
 DIRECT = "direct"
 SAFE_PTXAS = (13, 3)  # the first that overwrites no operand of a running product
@@ -56,8 +62,8 @@ def ptxas_release(said: str) -> tuple[int, ...]:
 
 
 class Hook:
-    """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. In threads outside of
-    `direct_operands` it does what `before` does, the hook that another library had set."""
+    """Triton's hook while threads compile kernels: one for all of them, so that they compile side by side. In threads
+    outside of `direct_operands` it does what `before` does, the hook that another library had set."""
 
     def __init__(self, before: Any) -> None:
         self.before = before
@@ -85,8 +91,8 @@ _lock = Lock()
 
 @contextmanager
 def direct_operands(which: Which) -> Iterator[None]:
-    """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these products, and
-    64-bit descriptors of the right ones."""
+    """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these
+    products, and 64-bit descriptors of the right ones."""
     global _inside
     if not copies_operands():
         yield
@@ -94,7 +100,9 @@ def direct_operands(which: Which) -> Iterator[None]:
     outer, runtime = getattr(_thread, "which", "none"), knobs.runtime
     with _lock:
         _inside += 1
-        if not isinstance(runtime.add_stages_inspection_hook, Hook):  # the first thread, or another library has replaced ours
+        if not isinstance(
+            runtime.add_stages_inspection_hook, Hook
+        ):  # the first thread, or another library has replaced ours
             runtime.add_stages_inspection_hook = Hook(runtime.add_stages_inspection_hook)
     _thread.which = which
     try:
@@ -112,7 +120,9 @@ def warn_of_copies(program: Any) -> None:
     """Warn that a kernel has kept its copies although it should have none."""
     note = getattr(getattr(program, "metadata", None), NOTE, DIRECT)
     if note != DIRECT:
-        warnings.warn(f"prefill is slower than it could be: {note}. `fp8attn doctor` says more", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"prefill is slower than it could be: {note}. `fp8attn doctor` says more", RuntimeWarning, stacklevel=2
+        )
 
 
 def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -> str:
@@ -124,7 +134,9 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
     ptx = wide_descriptors(ptx)
     try:
         if release < SAFE_PTXAS:
-            raise Unsafe(f"ptxas {'.'.join(map(str, release))} may overwrite operands of running products, so they are copied")
+            raise Unsafe(
+                f"ptxas {'.'.join(map(str, release))} may overwrite operands of running products, so they are copied"
+            )
         return without_copies(ptx, which)
     except Unsafe as reason:
         metadata[NOTE] = str(reason)
@@ -152,7 +164,11 @@ def without_copies(ptx: str, which: Which = "all") -> str:
         Unsafe: a copy has another reader, or its source changes before the product that reads it has ended.
     """
     lines = ptx.split("\n")
-    products = {i: found for i, line in enumerate(lines) if (found := _PRODUCT.search(line)) and (which == "all" or ".m64n8k" in found[1])}
+    products = {
+        i: found
+        for i, line in enumerate(lines)
+        if (found := _PRODUCT.search(line)) and (which == "all" or ".m64n8k" in found[1])
+    }
     operands = {i: found[2].split(",") for i, found in products.items()}
     read = Counter(register for registers in operands.values() for register in registers)
     copies: dict[str, _Copy] = {}
@@ -181,10 +197,12 @@ def _is_inline(lines: list[str], i: int) -> bool:
 
 
 def _check(lines: list[str], reads: dict[int, list[_Copy]]) -> None:
-    """Raise `Unsafe` unless each source keeps its value from its copy to the end of the last product that reads the copy, with no way in or
-    out of the instructions between them."""
+    """Raise `Unsafe` unless each source keeps its value from its copy to the end of the last product that reads the
+    copy, with no way in or out of the instructions between them."""
     sources = {copy.line: copy.source for copies in reads.values() for copy in copies}
-    unread = Counter(copy.line for copies in reads.values() for copy in copies)  # reads of each copy that have not ended
+    unread = Counter(
+        copy.line for copies in reads.values() for copy in copies
+    )  # reads of each copy that have not ended
     held: Counter[str] = Counter()  # how many copies there are of a register whose reads have not ended
     made: set[int] = set()
     groups: list[list[int]] = [[]]  # copies that running products read; the last group is not committed
@@ -277,7 +295,9 @@ def wide_descriptors(ptx: str) -> str:
 
 def _instructions(lines: list[str]) -> dict[str, _Made]:
     """What makes each register that one instruction writes, always."""
-    written = Counter(x for line in lines for group in _WRITES.findall(line.partition("//")[0]) for x in _ANY_REGISTER.findall(group))
+    written = Counter(
+        x for line in lines for group in _WRITES.findall(line.partition("//")[0]) for x in _ANY_REGISTER.findall(group)
+    )
     found = ((i, _MADE.fullmatch(line)) for i, line in enumerate(lines))
     return {x[2]: _Made(i, x[1], x[3].split(", ")) for i, x in found if x and written[x[2]] == 1}
 
@@ -294,7 +314,12 @@ def _uses(made: dict[str, _Made]) -> Iterator[_Use]:
             if summed.opcode == "or.b32" and distance & LARGEST:
                 continue  # no sum
         field = made.get(base)
-        if field and field.opcode == "bfe.u32" and field.operands[1:] == ["4", str(FIELD)] and _is_above(int(operands[1]), distance):
+        if (
+            field
+            and field.opcode == "bfe.u32"
+            and field.operands[1:] == ["4", str(FIELD)]
+            and _is_above(int(operands[1]), distance)
+        ):
             yield _Use(line, register, base, distance, int(operands[1]))
 
 
@@ -308,12 +333,15 @@ def _joined(
 ) -> Iterator[tuple[tuple[str, int], list[_Use]]]:
     """The families; one for all slices of a tile, whose addresses differ by a constant.
 
-    An address of shared memory has 18 bits. So the distance of two is that of their fields: no sum reaches a field's end.
+    An address of shared memory has 18 bits. So the distance of two is that of their fields: no sum reaches a field's
+    end.
     """
     blocks = [0]
     for line in lines:
         blocks.append(blocks[-1] + bool(_LABEL.match(line)))
-    first: dict[tuple[str, int, int], tuple[str, int]] = {}  # of an address, in a block: the base, and what is added to the address
+    first: dict[
+        tuple[str, int, int], tuple[str, int]
+    ] = {}  # of an address, in a block: the base, and what is added to the address
     found: dict[tuple[str, int], list[_Use]] = {}
     for (base, constants), uses in sorted(families.items(), key=lambda item: made[item[0][0]].line):
         line, _, (address, *_) = made[base]

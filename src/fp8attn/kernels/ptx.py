@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .gluon import gl, gluon
 
-# INT8 products are added to the bits of this number. Then the bits of a sum s are those of MAGIC + s in FP32 (|s| < 2^22 up to head_dim
-# 256), without an instruction that converts.
+# INT8 products are added to the bits of this number. Then the bits of a sum s are those of MAGIC + s in FP32 (|s| <
+# 2^22 up to head_dim 256), without an instruction that converts.
 MAGIC = gl.constexpr(12582912.0)
 MAGIC_BITS = gl.constexpr(0x4B400000)
 MAGIC_PTX = "0f4B400000"
@@ -14,7 +14,8 @@ EXP2_REGISTERS = gl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
 FILL_REGISTERS = gl.constexpr(",".join(["=r"] * 16 + ["f"] * 16))
 
 TO_FP8 = gl.constexpr(
-    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+    "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, "
+    "{lo, hi}; }"
 )
 # The rounding error of TO_FP8, rounded to FP8.
 REST_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 x0, x1, x2, x3;
@@ -23,16 +24,19 @@ cvt.rn.f16x2.e4m3x2 a, lo; cvt.rn.f16x2.e4m3x2 b, hi; mov.b32 {h0, h1}, a; mov.b
 cvt.f32.f16 x0, h0; cvt.f32.f16 x1, h1; cvt.f32.f16 x2, h2; cvt.f32.f16 x3, h3;
 sub.f32 x0, $1, x0; sub.f32 x1, $2, x1; sub.f32 x2, $3, x2; sub.f32 x3, $4, x3;
 cvt.rn.satfinite.e4m3x2.f32 lo, x1, x0; cvt.rn.satfinite.e4m3x2.f32 hi, x3, x2; mov.b32 $0, {lo, hi}; }""")
-# FP8 values, and the FP8 values of what their rounding cut off, by way of FP16: half as many instructions as in FP32. ptxas: the pairs are
-# taken from the packed word by a shift. Read as `lo` and `hi`, each costs a permutation and some a move.
-SPLIT_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi; .reg .b32 a, b, c, d; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;
-cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $0, {lo, hi};
+# FP8 values, and the FP8 values of what their rounding cut off, by way of FP16: half as many instructions as in FP32.
+# ptxas: the pairs are taken from the packed word by a shift. Read as `lo` and `hi`, each costs a permutation and some a
+# move.
+SPLIT_TO_FP8 = gl.constexpr("""{ .reg .b16 lo, hi; .reg .b32 a, b, c, d; cvt.rn.f16x2.f32 a, $3, $2;
+cvt.rn.f16x2.f32 b, $5, $4; cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b;
+mov.b32 $0, {lo, hi};
 cvt.u16.u32 lo, $0; shr.u32 d, $0, 16; cvt.u16.u32 hi, d;
 cvt.rn.f16x2.e4m3x2 c, lo; cvt.rn.f16x2.e4m3x2 d, hi; sub.rn.f16x2 a, a, c; sub.rn.f16x2 b, b, d;
 cvt.rn.satfinite.e4m3x2.f16x2 lo, a; cvt.rn.satfinite.e4m3x2.f16x2 hi, b; mov.b32 $1, {lo, hi}; }""")
 # The last bytes of shared memory get their own addresses, 16 bytes a thread.
-STORE_ADDRESSES = gl.constexpr("""{ .reg .b32 size, thread, a, b; mov.u32 a, global_smem; mov.u32 size, %dynamic_smem_size;
-mov.u32 thread, %tid.x; add.u32 a, a, size; and.b32 a, a, -16; shl.b32 thread, thread, 4; sub.u32 a, a, thread; sub.u32 a, a, 16;
+STORE_ADDRESSES = gl.constexpr("""{ .reg .b32 size, thread, a, b; mov.u32 a, global_smem;
+mov.u32 size, %dynamic_smem_size; mov.u32 thread, %tid.x; add.u32 a, a, size; and.b32 a, a, -16;
+shl.b32 thread, thread, 4; sub.u32 a, a, thread; sub.u32 a, a, 16;
 add.u32 b, a, 8; st.shared.v4.b32 [a], {a, a, b, b}; mov.b32 $0, 0; }""")
 WAIT = gl.constexpr("""{ .reg .pred done;
 waitLoop:
@@ -43,14 +47,18 @@ ARRIVE = gl.constexpr("""{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %lane
 @first mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, 0; }""")
 INIT = gl.constexpr("""{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
 @first mbarrier.init.shared.b64 [$1], $2; mov.b32 $0, 0; }""")
-LOGISTIC = gl.constexpr("{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }")
+LOGISTIC = gl.constexpr(
+    "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
+)
 
 
 @gluon.constexpr_function
 def exp2_of(n, cubics):
-    """PTX for `n` exponentials. `cubics` of them, evenly spread, are polynomials on the FMA pipe, which is idle while ex2 limits the speed.
+    """PTX for `n` exponentials. `cubics` of them, evenly spread, are polynomials on the FMA pipe, which is idle while
+    ex2 limits the speed.
 
-    2^x = 2^round(x) * 2^f with |f| <= 1/2, and 2^f is a cubic with a relative error of 1e-4 (E4M3 keeps 2^-4). NaN stays NaN.
+    2^x = 2^round(x) * 2^f with |f| <= 1/2, and 2^f is a cubic with a relative error of 1e-4 (E4M3 keeps 2^-4). NaN
+    stays NaN.
     """
     chosen = {int((i + 0.5) * n / cubics) for i in range(cubics)}
     lines = []
@@ -58,9 +66,10 @@ def exp2_of(n, cubics):
         out, x = f"${i}", f"${n + i}"
         if i in chosen:
             lines.append(
-                f"max.NaN.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, {MAGIC_PTX}; sub.ftz.f32 b, r, {MAGIC_PTX}; sub.ftz.f32 f, t, b;"
-                " fma.rn.ftz.f32 p, f, 0f3D645DC0, 0f3E763E2F; fma.rn.ftz.f32 p, p, f, 0f3F317218; fma.rn.ftz.f32 p, p, f, 0f3F800000;"
-                f" mov.b32 i, r; shl.b32 i, i, 23; add.s32 i, i, 0x3F800000; mov.b32 t, i; mul.ftz.f32 {out}, p, t;"
+                f"max.NaN.ftz.f32 t, {x}, 0fC2FA0000; add.ftz.f32 r, t, {MAGIC_PTX}; sub.ftz.f32 b, r, {MAGIC_PTX}; "
+                f"sub.ftz.f32 f, t, b; fma.rn.ftz.f32 p, f, 0f3D645DC0, 0f3E763E2F; fma.rn.ftz.f32 p, p, f, "
+                f"0f3F317218; fma.rn.ftz.f32 p, p, f, 0f3F800000; mov.b32 i, r; shl.b32 i, i, 23; add.s32 i, i, "
+                f"0x3F800000; mov.b32 t, i; mul.ftz.f32 {out}, p, t;"
             )
         else:
             lines.append(f"ex2.approx.ftz.f32 {out}, {x};")
@@ -104,7 +113,9 @@ def rest_to_fp8(x):
 @gluon.jit
 def split_to_fp8(x):
     """E4M3 values of `x`, and of their rounding errors; together they have 8 bits. Volatile, as `to_fp8(x, False)`."""
-    return gl.inline_asm_elementwise(SPLIT_TO_FP8, "=r,=r,f,f,f,f", [x], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=False, pack=4)
+    return gl.inline_asm_elementwise(
+        SPLIT_TO_FP8, "=r,=r,f,f,f,f", [x], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=False, pack=4
+    )
 
 
 @gluon.jit
@@ -133,7 +144,9 @@ def store_addresses():
 
 @gluon.jit
 def init_at(address, count):
-    """The CTA's first thread initializes the mbarrier at `address`. (Triton adds a barrier of all warps after each one of an array.)"""
+    """The CTA's first thread initializes the mbarrier at `address`. (Triton adds a barrier of all warps after each one
+    of an array.)
+    """
     gl.inline_asm_elementwise(INIT, "=r,r,r", [address, gl.to_tensor(count)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -141,7 +154,8 @@ def init_at(address, count):
 def wait_at(address, phase):
     """Wait for a phase of the mbarrier at `address`. Each warp waits for itself.
 
-    Triton adds a barrier of all warps of the partition to each `mbarrier.wait` in a loop, so that none of them gets two phases ahead.
+    Triton adds a barrier of all warps of the partition to each `mbarrier.wait` in a loop, so that none of them gets two
+    phases ahead.
     """
     gl.inline_asm_elementwise(WAIT, "=r,r,r", [address, phase], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -161,4 +175,6 @@ def pin(x):
 @gluon.jit
 def transpose_8x8(x):
     """Transpose each 8x8 block of FP16 values, of which a thread has one 32-bit register."""
-    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+    )

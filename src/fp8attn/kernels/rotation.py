@@ -27,7 +27,9 @@ def negative(c):
 
 @triton.jit
 def hadamard(x, D: tl.constexpr):
-    """`fp8attn.formats.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is rounded."""
+    """`fp8attn.formats.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is
+    rounded.
+    """
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)
@@ -37,8 +39,8 @@ def hadamard(x, D: tl.constexpr):
     sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
     for step in tl.static_range(_log2(BLOCK)):
         x = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
-        # The other number of a pair is the sum of both minus this one. As integers this is exact. In machine code it becomes a shuffle if
-        # the two are in different threads, and nothing if they are in one.
+        # The other number of a pair is the sum of both minus this one. As integers this is exact. In machine code it
+        # becomes a shuffle if the two are in different threads, and nothing if they are in one.
         bits = x.to(tl.int32, bitcast=True)
         other = (tl.sum(bits, 2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         x = tl.reshape(tl.fma(x, tl.broadcast_to(sign, x.shape), other), (N, C))

@@ -1,10 +1,11 @@
 """Rows of channels in Triton kernels: loaded in FP32, with or without RoPE, and stored.
 
-A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. Without padding, `load_halves` loads both
-halves separately. Then the two channels of a pair of RoPE are in one thread, and so are those of the last step of `hadamard`.
+A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. Without padding,
+`load_halves` loads both halves separately. Then the two channels of a pair of RoPE are in one thread, and so are those
+of the last step of `hadamard`.
 
-Rows that registers cannot hold are loaded in parts of equal numbers of channels: part p of P has the p-th run of C / 2P channels of each
-half of a row. So it has whole pairs, and whole blocks of the rotation.
+Rows that registers cannot hold are loaded in parts of equal numbers of channels: part p of P has the p-th run of C / 2P
+channels of each half of a row. So it has whole pairs, and whole blocks of the rotation.
 """
 
 from __future__ import annotations
@@ -89,15 +90,17 @@ def store_rows(rows, x, valid, ROW: tl.constexpr):
 
 @triton.jit
 def _together(c, HALF: tl.constexpr):
-    """Channels `c`, marked as contiguous in groups of eight where HALF is a multiple of eight: accesses are then 16 bytes wide."""
+    """Channels `c`, marked as contiguous in groups of eight where HALF is a multiple of eight: accesses are then 16
+    bytes wide.
+    """
     N: tl.constexpr = 8 if HALF % 8 == 0 else 1
     return tl.max_contiguous(tl.multiple_of(c, N), N)
 
 
 @triton.jit
 def _load_pairs(first, rows, angles, M: tl.constexpr, ROW: tl.constexpr, ROPE: tl.constexpr):
-    """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE. Every product and sum is rounded, as in
-    torch (launches disable FMA contraction)."""
+    """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE. Every product and sum is
+    rounded, as in torch (launches disable FMA contraction)."""
     i = first + tl.arange(0, M)
     a = _load(rows, i, i >= 0, True)
     b = _load(rows + ROW.width // 2, i, i >= 0, True)
@@ -120,7 +123,9 @@ def quarters(x):
 
 @triton.jit
 def load_halves(rows, ROW: tl.constexpr, part=0, angles=None, ROPE: tl.constexpr = None):
-    """`load_rows`, and with ROPE (a `RowRope`) `rope.apply_rope`. `angles` are pointers `[N, 1]` to the rows of cos and sin."""
+    """`load_rows`, and with ROPE (a `RowRope`) `rope.apply_rope`. `angles` are pointers `[N, 1]` to the rows of cos and
+    sin.
+    """
     N: tl.constexpr = rows.shape[0]
     D: tl.constexpr = ROW.head_dim
     C: tl.constexpr = ROW.held
@@ -160,9 +165,15 @@ def row_of(head_dim: int) -> Row:
 
 
 def rope_of(head_dim: int, rope: Rope) -> tuple[RowRope, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
-    """RoPE of dense rows as a kernel's arguments: the constexpr, the tables, and their strides but the last, which is 1."""
+    """RoPE of dense rows as a kernel's arguments: the constexpr, the tables, and their strides but the last, which is
+    1.
+    """
     cos, sin, interleaved = rope
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
     pairs = cos.shape[2]
-    return RowRope(pairs, interleaved, not interleaved and 2 * pairs == head_dim), (cos, sin), (cos.stride(0), cos.stride(1))
+    return (
+        RowRope(pairs, interleaved, not interleaved and 2 * pairs == head_dim),
+        (cos, sin),
+        (cos.stride(0), cos.stride(1)),
+    )

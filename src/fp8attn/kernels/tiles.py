@@ -1,8 +1,9 @@
-"""Tiles, the parts of a page that kernels multiply: how TMA copies them, and their layouts in shared memory for the tensor cores.
+"""Tiles, the parts of a page that kernels multiply: how TMA copies them, and their layouts in shared memory for the
+tensor cores.
 
-A tile has `tile` tokens of one page and KV head, a number that divides the page's 128. It is an option of a launch. With n = 128 / tile,
-tile t of a sequence is part `t % n` (`part_of`) of the page in column `t // n` (`column_of`) of the page table. The scales of a page are
-the scales of each of its tiles.
+A tile has `tile` tokens of one page and KV head, a number that divides the page's 128. It is an option of a launch.
+With n = 128 / tile, tile t of a sequence is part `t % n` (`part_of`) of the page in column `t // n` (`column_of`) of
+the page table. The scales of a page are the scales of each of its tiles.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row
 
 
-def views(pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: int, part: int, tile: int) -> tuple[View, View]:
+def views(
+    pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: int, part: int, tile: int
+) -> tuple[View, View]:
     """K and V of a tile of one head as TMA copies them, for a pool of shape `pool`.
 
-    `width` is head_dim padded to a power of two; the padding is zero. K's block is `[1, tile, width]`. V's block has its channels in
-    parts, `[1, width / part, tile / 16, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
+    `width` is head_dim padded to a power of two; the padding is zero. K's block is `[1, tile, width]`. V's block has
+    its channels in parts, `[1, width / part, tile / 16, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
 
     Raises:
         ValueError: the pool has more than 2^31 pages of a head, which TMA's coordinates cannot number.
@@ -33,10 +36,14 @@ def views(pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: i
     num_pages, heads, nbytes = pool
     slots, parts = num_pages * heads, -(-head_dim // part)
     if slots >= 2**31:
-        raise ValueError(f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several pools")
+        raise ValueError(
+            f"{num_pages} pages of {heads} KV heads are too many for TMA's 32-bit coordinates; split them over several "
+            f"pools"
+        )
     bundles = min(part, head_dim) // BUNDLE
     return (
-        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, tile, width), dtype=key_dtype, offset=page.k_offset),
+        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, tile, width), dtype=key_dtype,
+        offset=page.k_offset),
         View(
             (slots, parts, PAGE_SIZE // V_GROUP, bundles, ROW), (nbytes, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
             (1, width // part, tile // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=page.v_offset,
@@ -57,7 +64,8 @@ def v_layout(part, tile):
 def allocate_k(k_desc, STAGES: gl.constexpr):
     """Shared memory for K of `STAGES` tiles, `[STAGES, tile, width]`."""
     BLOCK: gl.constexpr = k_desc.block_type.shape[1:]
-    return gl.allocate_shared_memory(k_desc.dtype, [STAGES] + BLOCK, gl.NVMMASharedLayout.get_default_for(BLOCK, k_desc.dtype))  # noqa: RUF005
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BLOCK, k_desc.dtype)
+    return gl.allocate_shared_memory(k_desc.dtype, [STAGES] + BLOCK, LAYOUT)  # noqa: RUF005
 
 
 @gluon.jit
@@ -89,7 +97,9 @@ def fetch_k(k_desc, slot, tile, barrier, memory):
 
 @gluon.jit
 def fetch_v(v_desc, slot, tile, barrier, memory, stage, STAGES: gl.constexpr):
-    """Starts to copy V of tile `tile` of a sequence, in `slot`, to one of the stages of `memory [STAGES * parts, part, tile]`."""
+    """Starts to copy V of tile `tile` of a sequence, in `slot`, to one of the stages of
+    `memory [STAGES * parts, part, tile]`.
+    """
     SHAPE: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
     LAYOUT: gl.constexpr = v_desc.layout
     GROUPS: gl.constexpr = SHAPE[3]

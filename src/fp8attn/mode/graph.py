@@ -21,11 +21,21 @@ def count_runs(count: Count) -> None:
 
 
 def attend_in_graph(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None, policy: AttentionPolicy, level: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    policy: AttentionPolicy,
+    level: int,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in code that is traced inside the context of this level."""
+    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in code that is traced inside the context
+    of this level.
+    """
     q, k, v = (batched(x) for x in autocast(query, key, value))
-    out = torch.ops.fp8attn.sdpa_of_context(q, k, v, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend, level)
+    out = torch.ops.fp8attn.sdpa_of_context(
+        q, k, v, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend, level
+    )
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -37,8 +47,8 @@ def _sdpa_of_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options
 
 
 register(
-    "sdpa_of_context(Tensor q, Tensor k, Tensor v, bool is_causal, float? scale, str key_dtype, bool rotate_keys, str backend, int level) "
-    "-> Tensor",
+    "sdpa_of_context(Tensor q, Tensor k, Tensor v, bool is_causal, float? scale, str key_dtype, bool rotate_keys, str "
+    "backend, int level) -> Tensor",
     _sdpa_of_context,
     sdpa_fake,
 )

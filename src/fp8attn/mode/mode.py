@@ -1,19 +1,21 @@
 """The context manager `fp8_attention`, and how it sees a model's attention calls.
 
-A `TorchFunctionMode` sees every call of `torch.nn.functional.scaled_dot_product_attention` on its thread until the `with` block ends,
-however the function was imported. Nothing is patched. If a `model` is passed, it gets forward hooks for the duration of the block, so that
-a call knows the module that makes it.
+A `TorchFunctionMode` sees every call of `torch.nn.functional.scaled_dot_product_attention` on its thread until the
+`with` block ends, however the function was imported. Nothing is patched. If a `model` is passed, it gets forward hooks
+for the duration of the block, so that a call knows the module that makes it.
 
-Dynamo traces through the mode, and guards on the active modes and on everything that the policy reads. So a model may be compiled before or
-inside the context, whole or by blocks. Each decision is part of the graph; another decision compiles another graph; and code that was
-compiled outside the context is what runs outside it.
+Dynamo traces through the mode, and guards on the active modes and on everything that the policy reads. So a model may
+be compiled before or inside the context, whole or by blocks. Each decision is part of the graph; another decision
+compiles another graph; and code that was compiled outside the context is what runs outside it.
 
 How long things live:
 
 - `_Mode` is one context. `outer` is the context around it on the same thread, `level` how many there are around it.
-- `Site` (`sites.py`) is one module of the model inside one context. Its hooks set the `site` of the mode of the thread that runs it.
-- A slot is the number of a context with hooks among those that have hooks at the time, in all threads. It is free again when the context
-  ends. It names the hooks, so that the hooks of the next context have the same names and Dynamo need not compile again.
+- `Site` (`sites.py`) is one module of the model inside one context. Its hooks set the `site` of the mode of the thread
+  that runs it.
+- A slot is the number of a context with hooks among those that have hooks at the time, in all threads. It is free again
+  when the context ends. It names the hooks, so that the hooks of the next context have the same names and Dynamo need
+  not compile again.
 """
 
 from __future__ import annotations
@@ -44,24 +46,26 @@ def fp8_attention(
 ) -> Iterator[AttentionReport]:
     """Run `torch.nn.functional.scaled_dot_product_attention` in FP8, on this thread, until the `with` block ends.
 
-    Calls that cannot run in FP8 (`fallback_reason`), and calls that the policy skips, go to torch's own function unchanged. Other threads
-    are not affected. Asyncio tasks that run on the thread inside the block are. `state_dict` and the types of modules do not change. In
-    nested contexts, the innermost one that includes the call decides. So several models can have a context each.
+    Calls that cannot run in FP8 (`fallback_reason`), and calls that the policy skips, go to torch's own function
+    unchanged. Other threads are not affected. Asyncio tasks that run on the thread inside the block are. `state_dict`
+    and the types of modules do not change. In nested contexts, the innermost one that includes the call decides. So
+    several models can have a context each.
 
     With `torch.compile`, two things remain in 16 bits:
 
-    - The inference fast path of `torch.nn.TransformerEncoderLayer` and `MultiheadAttention` does not call SDPA. In compiled code the
-      context cannot turn it off; `torch.backends.mha.set_fastpath_enabled(False)` does.
-    - transformers' models make an explicit causal mask while they are traced (before torch 2.14, and during the capture of a CUDA graph),
-      and calls with a mask go to torch. Compile their layers, not the whole model.
+    - The inference fast path of `torch.nn.TransformerEncoderLayer` and `MultiheadAttention` does not call SDPA. In
+      compiled code the context cannot turn it off; `torch.backends.mha.set_fastpath_enabled(False)` does.
+    - transformers' models make an explicit causal mask while they are traced (before torch 2.14, and during the capture
+      of a CUDA graph), and calls with a mask go to torch. Compile their layers, not the whole model.
 
     Args:
         policy: default `AttentionPolicy()`.
-        model: the context includes only calls inside this module. It gets forward hooks until the block ends, for the names and layers in
+        model: the context includes only calls inside this module. It gets forward hooks until the block ends, for the
+            names and layers in
             the policy and in the report. None: the context includes every call, and none is in a layer.
-        layers: the layers that `skip_first`, `skip_last` and numbers in `skip` count, in order; each is a module inside the model. Default:
-            the contents of the model's outermost `ModuleList`s, one after another (`model.layers`, `transformer.blocks`, an encoder's and
-            then a decoder's layers).
+        layers: the layers that `skip_first`, `skip_last` and numbers in `skip` count, in order; each is a module inside
+            the model. Default: the contents of the model's outermost `ModuleList`s, one after another (`model.layers`,
+            `transformer.blocks`, an encoder's and then a decoder's layers).
     Yields:
         The `AttentionReport`.
     Raises:
@@ -71,12 +75,20 @@ def fp8_attention(
     """
     policy = AttentionPolicy() if policy is None else policy
     if not isinstance(policy, AttentionPolicy):
-        raise TypeError(f"policy must be an AttentionPolicy, as in fp8_attention(AttentionPolicy(), model); got {type(policy).__name__}")
+        raise TypeError(
+            f"policy must be an AttentionPolicy, as in fp8_attention(AttentionPolicy(), model); got "
+            f"{type(policy).__name__}"
+        )
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}")
-    if model is None and (policy.skip_first or policy.skip_last or policy.layers or policy.patterns or layers is not None):
+        raise TypeError(
+            f"model must be a torch.nn.Module (of a pipeline, pass its transformer); got {type(model).__name__}"
+        )
+    if model is None and (
+        policy.skip_first or policy.skip_last or policy.layers or policy.patterns or layers is not None
+    ):
         raise UsageError(
-            "skip_first, skip_last, numbers and patterns in skip, and layers need the model: call fp8_attention(policy, model)"
+            "skip_first, skip_last, numbers and patterns in skip, and layers need the model: call "
+            "fp8_attention(policy, model)"
         )
     mode = _Mode(policy, getattr(thread, "mode", None))
     with _entered(mode), nullcontext() if model is None else hooks_on(mode, model, layers), mode:
@@ -85,7 +97,9 @@ def fp8_attention(
 
 @contextmanager
 def _entered(mode: _Mode) -> Iterator[None]:
-    """Make `mode` the innermost one of this thread. A context ends with all contexts inside of it: theirs do nothing more."""
+    """Make `mode` the innermost one of this thread. A context ends with all contexts inside of it: theirs do nothing
+    more.
+    """
     thread.mode = mode
     try:
         yield
@@ -97,8 +111,8 @@ def _entered(mode: _Mode) -> Iterator[None]:
             thread.mode = mode.outer
         if innermost is not mode:
             raise RuntimeError(
-                "fp8_attention contexts of a thread must end in the reverse order of their begin, on that thread; one ended out of order. "
-                "In asyncio tasks and generators, do not wait or yield inside a context"
+                "fp8_attention contexts of a thread must end in the reverse order of their begin, on that thread; one "
+                "ended out of order. In asyncio tasks and generators, do not wait or yield inside a context"
             )
 
 
@@ -185,9 +199,10 @@ def _sdpa(*args: Any, **kwargs: Any) -> torch.Tensor:
     return mode.attend(*args, **kwargs)
 
 
-# torch turns a mode off while it handles a function, so the mode would not see the SDPA inside nn.MultiheadAttention's function. Entering
-# the mode again does not help: the function first checks for active modes, and would be passed to this one again. So a copy of the function
-# runs, with two of its global names replaced. The copy has no `__name__`, because Dynamo would look names up in the module of that name.
+# torch turns a mode off while it handles a function, so the mode would not see the SDPA inside nn.MultiheadAttention's
+# function. Entering the mode again does not help: the function first checks for active modes, and would be passed to
+# this one again. So a copy of the function runs, with two of its global names replaced. The copy has no `__name__`,
+# because Dynamo would look names up in the module of that name.
 _multi_head = FunctionType(
     MULTI_HEAD.__code__,
     {name: value for name, value in MULTI_HEAD.__globals__.items() if name != "__name__"}
@@ -208,14 +223,17 @@ def _of_level(level: int) -> _Mode | None:
 def _compiled(level: int, reason: str | None) -> None:
     """Count a call that is compiled into a graph.
 
-    Dynamo calls this while it traces. It passes no module's name, because a name in the trace would give each block its own graph.
+    Dynamo calls this while it traces. It passes no module's name, because a name in the trace would give each block its
+    own graph.
     """
     mode = _of_level(level)
     if mode is not None:
         mode.row(reason).compiled += 1
 
 
-vars(_compiled)["_dynamo_marked_constant"] = True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
+vars(_compiled)["_dynamo_marked_constant"] = (
+    True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
+)
 
 
 @count_runs

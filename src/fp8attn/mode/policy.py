@@ -12,8 +12,8 @@ from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 
-# Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as BF16, and everything
-# else is faster; at 4096 it is a sixth slower.
+# Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as
+# BF16, and everything else is faster; at 4096 it is a sixth slower.
 MIN_LENGTH = 8192
 
 
@@ -41,13 +41,14 @@ class AttentionPolicy:
     """Which calls run in FP8. Every other call goes to torch unchanged, and the report has the reason.
 
     Attributes:
-        min_length: calls with fewer queries or fewer keys are skipped, because quantizing them costs more time than it saves.
+        min_length: calls with fewer queries or fewer keys are skipped, because quantizing them costs more time than it
+            saves.
         skip_first, skip_last: numbers of the model's first and last layers that are skipped; these need the `model`.
-        skip: what else is skipped. A number is that of a layer (negative ones count from the end), and a string is a pattern (`fnmatch`:
-            `"*.attn2"`) of dotted module names, which includes all modules inside; these need the `model`. A function takes an
-            `AttentionCall` and returns whether to skip it.
-        steps: the diffusion steps that run in FP8: a range, a set, or a function of the step's index. None: all. `AttentionReport.step`
-            counts them.
+        skip: what else is skipped. A number is that of a layer (negative ones count from the end), and a string is a
+            pattern (`fnmatch`: `"*.attn2"`) of dotted module names, which includes all modules inside; these need the
+            `model`. A function takes an `AttentionCall` and returns whether to skip it.
+        steps: the diffusion steps that run in FP8: a range, a set, or a function of the step's index. None: all.
+            `AttentionReport.step` counts them.
         key_dtype, rotate_keys, backend: as `fp8attn.scaled_dot_product_attention` takes them.
     Raises:
         UsageError: a value that is not one of these.
@@ -66,13 +67,22 @@ class AttentionPolicy:
         for name in ("min_length", "skip_first", "skip_last"):
             value = getattr(self, name)
             if not is_whole(value) or value < 0:
-                raise UsageError(f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}")
+                raise UsageError(
+                    f"{name} is a number of {'tokens' if name == 'min_length' else 'layers'}, 0 or more; got {value!r}"
+                )
         if isinstance(self.skip, int | str) or callable(self.skip):
             raise UsageError(f"skip is a sequence of layers, patterns and functions: pass ({self.skip!r},)")
         if not isinstance(self.skip, Collection) or not all(_names_calls(item) for item in self.skip):
-            raise UsageError(f"skip is a sequence of layers (whole numbers), patterns (strings) and functions of a call; got {self.skip!r}")
-        if isinstance(self.steps, str) or not (self.steps is None or callable(self.steps) or isinstance(self.steps, Container)):
-            raise UsageError(f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}")
+            raise UsageError(
+                f"skip is a sequence of layers (whole numbers), patterns (strings) and functions of a call; got "
+                f"{self.skip!r}"
+            )
+        if isinstance(self.steps, str) or not (
+            self.steps is None or callable(self.steps) or isinstance(self.steps, Container)
+        ):
+            raise UsageError(
+                f"steps is a range, a set or a function of a step's index, as in range(5, 45); got {self.steps!r}"
+            )
         codec_of(self.key_dtype)  # raises UsageError
         check_backend(self.backend, DENSE_BACKENDS)
 
@@ -100,7 +110,9 @@ class AttentionPolicy:
         named = not {layer, layer - total}.isdisjoint(self.layers)
         return f"left out by number ({layer})" if named else None
 
-    def call_reason(self, name: str | None, layer: int | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> str | None:
+    def call_reason(
+        self, name: str | None, layer: int | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool
+    ) -> str | None:
         """Why a call is skipped by its length or by a function; None: it is not."""
         if query.shape[-2] < self.min_length or key.shape[-2] < self.min_length:
             return f"shorter than {self.min_length} tokens"

@@ -14,13 +14,14 @@ class ModuleCalls:
     """The calls of one module that ran in FP8, or that did not for one reason.
 
     Attributes:
-        name: dotted name of the module; "" without a `model`. Of a call in a graph: of the module that was compiled, or the innermost
-            around it; "" if the whole model was.
+        name: dotted name of the module; "" without a `model`. Of a call in a graph: of the module that was compiled, or
+            the innermost around it; "" if the whole model was.
         layer: the index of its layer, or None.
         reason: why torch's own SDPA ran; None: FP8 ran.
-        calls: the number of calls. In compiled code, calls in FP8 are counted when their graph runs, except in replays of CUDA graphs;
-            torch's own are not.
-        compiled: how often a call was compiled into a graph, for the module that ran then. Later modules may run the same graph.
+        calls: the number of calls. In compiled code, calls in FP8 are counted when their graph runs, except in replays
+            of CUDA graphs; torch's own are not.
+        compiled: how often a call was compiled into a graph, for the module that ran then. Later modules may run the
+            same graph.
         queries, keys: the fewest and the most of a call; None if no call was counted, or all had nested tensors.
         heads: the heads of query and key in the last call.
     """
@@ -46,10 +47,11 @@ class ModuleCalls:
 
 @dataclass
 class AttentionReport:
-    """Which calls ran in FP8 in one `fp8_attention` context, and why the others did not. Its size does not grow with the number of calls.
+    """Which calls ran in FP8 in one `fp8_attention` context, and why the others did not. Its size does not grow with
+    the number of calls.
 
-    Calls in graphs of `torch.compile` are counted when the graph runs if they are in FP8. Those that go to torch are counted only when they
-    are compiled, and not in a graph that was compiled before the context.
+    Calls in graphs of `torch.compile` are counted when the graph runs if they are in FP8. Those that go to torch are
+    counted only when they are compiled, and not in a graph that was compiled before the context.
 
     Attributes:
         policy: the context's policy.
@@ -96,11 +98,14 @@ class AttentionReport:
         for row in self.rows:
             heads = "" if row.heads is None else "/".join(str(n) for n in dict.fromkeys(row.heads))
             table.append((
-                row.name or "-", "-" if row.layer is None else str(row.layer), str(row.calls), str(row.compiled), _span(row.queries),
+                row.name or "-", "-" if row.layer is None else str(row.layer), str(row.calls), str(row.compiled),
+                _span(row.queries),
                 _span(row.keys), heads, "FP8" if row.reason is None else f"torch: {row.reason}",
             ))  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table
+        ]
         in_graphs = sum(row.compiled for row in self.rows if row.reason is not None)
         uncounted = f"; {in_graphs} compiled with torch's own SDPA, whose runs are not counted" if in_graphs else ""
         return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8{uncounted}", *lines])

@@ -27,8 +27,9 @@ class Context(Protocol):
 class Site:
     """A module of the model, with hooks that record in the mode when it is entered and left.
 
-    The hooks write only to the mode of their own thread, so other threads can run the model at the same time. They reach what they read
-    through the module. So what Dynamo compiled for one block or context is valid for the next one, if the decision is the same.
+    The hooks write only to the mode of their own thread, so other threads can run the model at the same time. They
+    reach what they read through the module. So what Dynamo compiled for one block or context is valid for the next one,
+    if the decision is the same.
 
     Attributes:
         name, layer: the module's dotted name, and the index of its layer.
@@ -42,8 +43,8 @@ class Site:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copies, whose hooks would stay after the context."""
         raise RuntimeError(
-            "a model inside an fp8_attention context cannot be copied or pickled, because it has the context's hooks: do it outside of the "
-            "`with` block, or save its state_dict"
+            "a model inside an fp8_attention context cannot be copied or pickled, because it has the context's hooks: "
+            "do it outside of the `with` block, or save its state_dict"
         )
 
     def enter(self, module: nn.Module, args: tuple) -> None:
@@ -68,11 +69,14 @@ slots_lock = threading.Lock()
 
 @contextmanager
 def hooks_on(mode: Context, model: nn.Module, layers: Sequence[nn.Module] | None) -> Iterator[None]:
-    """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy names."""
+    """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy
+    names.
+    """
     with slots_lock:
         mode.slot = slot = next(slot for slot in range(len(slots) + 1) if slot not in slots)
         slots.add(slot)
-    # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be compiled separately.
+    # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be
+    # compiled separately.
     hook: Any = f"fp8attn-{slot}"  # torch declares int, the handles' numbers
     sites: dict[nn.Module, Site] = {}
     try:
@@ -91,24 +95,29 @@ def hooks_on(mode: Context, model: nn.Module, layers: Sequence[nn.Module] | None
             slots.discard(slot)
 
 
-def _sites(policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None) -> dict[nn.Module, Site]:
+def _sites(
+    policy: AttentionPolicy, slot: int, model: nn.Module, layers: Sequence[nn.Module] | None
+) -> dict[nn.Module, Site]:
     """The modules that get hooks, and the policy's decision for each."""
     names = {module: name for name, module in model.named_modules()}
     layers = _layers(model) if layers is None else [getattr(layer, "_orig_mod", layer) for layer in layers]
     if (policy.skip_first or policy.skip_last or policy.layers) and not layers:
         raise UsageError(
-            f"skip_first, skip_last and numbers in skip count layers, and {type(model).__name__} has none in a ModuleList; pass them: "
-            "fp8_attention(policy, model, layers=[...])"
+            f"skip_first, skip_last and numbers in skip count layers, and {type(model).__name__} has none in a "
+            f"ModuleList; pass them: fp8_attention(policy, model, layers=[...])"
         )
     if wrong := [number for number in policy.layers if not -len(layers) <= number < len(layers)]:
         raise UsageError(f"skip names layers {wrong}, and the model has layers 0 to {len(layers) - 1} (-1 is the last)")
     for i, layer in enumerate(layers):
         if layer not in names:
-            raise UsageError(f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()")
+            raise UsageError(
+                f"layers[{i}], a {type(layer).__name__}, is not inside the model; pass modules from model.modules()"
+            )
     for pattern in policy.patterns:
         if not any(fnmatchcase(name, pattern) for name in names.values()):
             raise UsageError(
-                f"no module of the model is called {pattern!r}; patterns match whole dotted names, such as {list(names.values())[-1]!r}"
+                f"no module of the model is called {pattern!r}; patterns match whole dotted names, such as "
+                f"{list(names.values())[-1]!r}"
             )
     index = {layer: i for i, layer in enumerate(layers)}
     sites: dict[nn.Module, Site] = {}

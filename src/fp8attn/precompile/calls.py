@@ -26,7 +26,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The grid: new tokens of a sequence, sequences, and pages before the new tokens. `_calls` combines them.
 STEPS = range(1, 17)
 PROMPTS = (
-    17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768,
+    17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
+    16384, 24576, 32768,
 )  # fmt: skip
 BATCHES = 1, 2, 4, 8, 64
 HELD = 0, 8, 64, 512
@@ -66,13 +67,19 @@ class Layer:
         if (refusal := PageSpec.of(self.head_dim, self.key_dtype).refusal) is not None:
             raise UsageError(refusal)
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise UsageError(f"num_q_heads must be a multiple of num_kv_heads; got {self.num_q_heads}, {self.num_kv_heads}")
+            raise UsageError(
+                f"num_q_heads must be a multiple of num_kv_heads; got {self.num_q_heads}, {self.num_kv_heads}"
+            )
 
     @property
     def has_dense_calls(self) -> bool:
-        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or calibrated scales, and
-        no head_dim above 256. An engine that keeps the lengths makes no such calls."""
-        return self.advance and self.head_dim <= MOST_DENSE and not (self.attention & {"softcap", "sinks"} or self.static_scales)
+        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or
+        calibrated scales, and no head_dim above 256. An engine that keeps the lengths makes no such calls."""
+        return (
+            self.advance
+            and self.head_dim <= MOST_DENSE
+            and not (self.attention & {"softcap", "sinks"} or self.static_scales)
+        )
 
     @property
     def begins_dense(self) -> bool:
@@ -81,7 +88,9 @@ class Layer:
 
 
 def launches(layer: Layer) -> dict[tuple, Launch]:
-    """One launch of each kernel that the layer's calls of the grid use, by its specialization, on the machine of `plan_for`."""
+    """One launch of each kernel that the layer's calls of the grid use, by its specialization, on the machine of
+    `plan_for`.
+    """
     from ..kernels.compile import specialization
     from ..kernels.launch import recording
 
@@ -97,7 +106,8 @@ def launches(layer: Layer) -> dict[tuple, Launch]:
 
 def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid."""
-    # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not on the pages.
+    # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not
+    # on the pages.
     most_few = 0
     if layer.backend == "hopper" and "batch_invariant" not in layer.attention:
         from ..kernels.decode import MAX_ROWS
@@ -124,7 +134,8 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
             yield partial(quantize, layer, tokens)
         if layer.has_dense_calls:
             yield partial(quantize, dense, tokens)
-    # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles in 0.5 s.
+    # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles
+    # in 0.5 s.
     for splits in (1 << bits for bits in range(1, 8)):
         for tokens in (1, 1024):
             yield partial(_combine, layer, splits, tokens)
@@ -138,7 +149,9 @@ def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
     form = _format(layer)
     pool = _empty(batch * columns, layer.num_kv_heads, form.layout.nbytes, dtype=torch.uint8)
     table = _empty(batch, columns, dtype=torch.int32)
-    lengths = torch.zeros(batch, dtype=torch.int32)  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
+    lengths = torch.zeros(
+        batch, dtype=torch.int32
+    )  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
     return KVPages.trusted(pool, table, lengths, form)
 
 
@@ -148,8 +161,12 @@ def _format(layer: Layer) -> KVFormat:
     return form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
 
 
-def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True) -> None:
-    """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with older pages."""
+def attend(
+    layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True
+) -> None:
+    """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with
+    older pages.
+    """
     dtype = DTYPES[layer.dtype]
     q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
     for window in WINDOWS if "window" in layer.attention and causal else (0,):
@@ -169,7 +186,9 @@ def attend(layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = 
 
 
 def attend_new(layer: Layer, batch: int, tokens: int, causal: bool, keys: int = 0) -> None:
-    """Attention of a dense call, over pages that it has just written. `keys`: their tokens, if it is not as many as queries."""
+    """Attention of a dense call, over pages that it has just written. `keys`: their tokens, if it is not as many as
+    queries.
+    """
     q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
     pages = _pages(layer, batch, -(-(keys or tokens) // PAGE_SIZE))
     load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=keys or tokens)
@@ -181,7 +200,8 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
     load(layer.backend).append(
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x,
         Append(
-            cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens, static_scales=layer.static_scales,
+            cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
+            static_scales=layer.static_scales,
             advance=layer.advance,
         ),
     )  # fmt: skip
@@ -202,6 +222,7 @@ def _combine(layer: Layer, splits: int, tokens: int) -> None:
     sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
     combine(
         _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
-        sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype]),
+        sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.head_dim,
+        dtype=DTYPES[layer.dtype]),
         _empty(tokens, layer.num_q_heads, dtype=torch.float32),
     )  # fmt: skip

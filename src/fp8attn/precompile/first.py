@@ -1,9 +1,10 @@
-"""Compiles kernels side by side, in threads: those of a cache's next calls before the first of these, and those of `warmup`.
+"""Compiles kernels side by side, in threads: those of a cache's next calls before the first of these, and those of
+`warmup`.
 
-Triton compiles a kernel when it is first launched, so a new process would compile the kernels of its first prompt one after another.
-`prepare` records the launches of calls that will be made, and compiles each new kernel in a thread of its own. MLIR, LLVM and ptxas, which
-take most of the time, do not hold Python's lock. A kernel that is in Triton's cache on disk takes milliseconds; one that this process has
-prepared costs nothing.
+Triton compiles a kernel when it is first launched, so a new process would compile the kernels of its first prompt one
+after another. `prepare` records the launches of calls that will be made, and compiles each new kernel in a thread of
+its own. MLIR, LLVM and ptxas, which take most of the time, do not hold Python's lock. A kernel that is in Triton's
+cache on disk takes milliseconds; one that this process has prepared costs nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ one_at_a_time = Lock()  # two threads that make the same first calls compile onc
 def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     """Compile the kernels of calls on `device`, if it is a GPU, that this process does not have.
 
-    It does nothing in compiled code, while a CUDA graph is captured, and on a GPU that differs from the process's first. A kernel that does
-    not compile is left to its launch, which compiles it again, and a warning is logged.
+    It does nothing in compiled code, while a CUDA graph is captured, and on a GPU that differs from the process's
+    first. A kernel that does not compile is left to its launch, which compiles it again, and a warning is logged.
 
     Args:
         device: the GPU, with its index.
@@ -51,12 +52,15 @@ def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
                 if (error := job.exception()) is not None:
                     logger.warning(
                         "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
-                        launches[key].kernel.fn.__name__, type(error).__name__, (str(error).strip() or "no message").splitlines()[0],
+                        launches[key].kernel.fn.__name__, type(error).__name__,
+                        (str(error).strip() or "no message").splitlines()[0],
                     )  # fmt: skip
 
 
 def record(calls: Iterable[Callable[[], None]], index: int | None) -> dict[tuple, Launch]:
-    """One launch of each kernel that the calls use and that was not prepared on the GPU with this index, by `_ready`'s key."""
+    """One launch of each kernel that the calls use and that was not prepared on the GPU with this index, by `_ready`'s
+    key.
+    """
     from ..kernels.compile import specialization
     from ..kernels.launch import recording
 
@@ -109,7 +113,9 @@ def compile_side_by_side(
 
 
 def _wait(jobs: set[Future[Any]]) -> None:
-    """Wait for all jobs. From `QUIET` seconds on, a terminal or a notebook shows how many of the others are done, in one line."""
+    """Wait for all jobs. From `QUIET` seconds on, a terminal or a notebook shows how many of the others are done, in
+    one line.
+    """
     begun = time.perf_counter()
     _, running = wait(jobs, QUIET)
     if not running:
@@ -125,5 +131,8 @@ def _wait(jobs: set[Future[Any]]) -> None:
     seconds = time.perf_counter() - begun
     logger.info("compiled %d kernels in %.1f s", count, seconds)
     if shown:
-        sys.stderr.write(f"\rfp8attn: compiled {count} kernels for this model and GPU in {seconds:.1f} s; Triton's cache keeps them \n")
+        sys.stderr.write(
+            f"\rfp8attn: compiled {count} kernels for this model and GPU in {seconds:.1f} s; Triton's cache keeps them "
+            f"\n"
+        )
         sys.stderr.flush()

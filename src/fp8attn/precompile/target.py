@@ -42,8 +42,8 @@ def aim(
     if device.type != "cuda" or not torch.cuda.is_available():
         found = f"{device} is not a GPU" if device.type != "cuda" else "PyTorch finds no GPU"
         raise UsageError(
-            f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture to compile for: "
-            "target='sm_90' (fp8attn warmup --target sm_90)"
+            f"warmup compiles for a GPU, and {found}. Run it on the machine that will serve, or name the architecture "
+            f"to compile for: target='sm_90' (fp8attn warmup --target sm_90)"
         )
     device = indexed(device)
     backend = select_backend(backend, device, dtype, head_dim)

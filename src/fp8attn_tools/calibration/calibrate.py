@@ -1,7 +1,7 @@
 """Static scales and means of Q, K and V from text, and how well scales cover other text.
 
-No cache needs them: pages have their own scales. Calibrated ones are for models whose K or V have large offsets, for engines that want
-static scales, and for finding the layers that lose most in 8 bits.
+No cache needs them: pages have their own scales. Calibrated ones are for models whose K or V have large offsets, for
+engines that want static scales, and for finding the layers that lose most in 8 bits.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ def calibrate(
 ) -> KVScales:
     """Find static scales and means of K and V, and static scales of Q.
 
-    The mean of head h and channel d is `E[x]` over the first 32,768 tokens (in whole batches) if that is several deviations, else 0. The
-    scale of head h is `max |x - mean| / M` over all tokens, M being 448 for E4M3 and 127 for INT8. Scales of K and Q are for these as they
+    The mean of head h and channel d is `E[x]` over the first 32,768 tokens (in whole batches) if that is several
+    deviations, else 0. The scale of head h is `max |x - mean| / M` over all tokens, M being 448 for E4M3 and 127 for
+    INT8. Scales of K and Q are for these as they
     are stored or multiplied: after RoPE, rotated with `rotate_keys`.
 
-    The state has a constant size, so a text may have any length. For long contexts, calibrate on long texts (`pack_tokens`): with RoPE, K
-    depends on the position.
+    The state has a constant size, so a text may have any length. For long contexts, calibrate on long texts
+    (`pack_tokens`): with RoPE, K depends on the position.
 
-    The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls the model's own.
-    There are no hooks or patches, and the model is left as it was.
+    The model runs with a cache that receives K (after RoPE) and V, and an attention function that receives Q and calls
+    the model's own. There are no hooks or patches, and the model is left as it was.
 
     Args:
         model: a transformers causal language model in one process, on one device or several (`device_map="auto"`).
-        batches: `input_ids [B, S]`, or mappings with `input_ids` and `attention_mask [B, S]` (0 means padding, which is not counted). Any
-            iterable, also a generator; the batches are read once.
+        batches: `input_ids [B, S]`, or mappings with `input_ids` and `attention_mask [B, S]` (0 means padding, which is
+            not counted). Any iterable, also a generator; the batches are read once.
         key_dtype, rotate_keys: how the cache will store K (`PagedKVCache`).
         means: False: all means are zero, for engines that subtract none.
-        chunk: tokens of a forward. Longer batches run in several, through a cache that keeps their K and V, so that the memory of
-            activations is bounded.
+        chunk: tokens of a forward. Longer batches run in several, through a cache that keeps their K and V, so that the
+            memory of activations is bounded.
         progress: called with (batches done, number of batches, None if `batches` has no length).
     Returns:
-        The scales of all full-attention layers (the pages of windows set their own), the SQNR of K and V of each, and the layers whose K
-        has an offset that no static mean removes (`k_offsets`). `q_scale` is None if the model computes its attention itself.
+        The scales of all full-attention layers (the pages of windows set their own), the SQNR of K and V of each, and
+        the layers whose K has an offset that no static mean removes (`k_offsets`). `q_scale` is None if the model
+        computes its attention itself.
     Raises:
         TypeError: `model` is no transformers model, `batches` no iterable of batches, or a batch has no tensors.
         UsageError: no tokens; an unknown key_dtype; a model without plain K and V (`layers_of`).
@@ -81,7 +83,9 @@ def calibrate(
                 _settle(layers)
             report(number)
     if not tokens:
-        raise UsageError("calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
+        raise UsageError(
+            "calibration saw no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding"
+        )
     _settle(layers)
     return _scales(layers, len(specs), key_dtype, rotate_keys, getattr(model.config, "_name_or_path", ""))
 
@@ -107,16 +111,21 @@ def _check_finite(layers: Mapping[int, LayerObserver]) -> None:
     if not all(finite):
         which, index = list(largest)[finite.index(False)]
         raise ValueError(
-            f"{which.upper()} of layer {index} has NaN or Inf; run the model in bfloat16 or float32 (float16 overflows at 65504)"
+            f"{which.upper()} of layer {index} has NaN or Inf; run the model in bfloat16 or float32 (float16 overflows "
+            f"at 65504)"
         )
 
 
-def _scales(layers: Mapping[int, LayerObserver], num_layers: int, key_dtype: KeyDtype, rotate_keys: bool, model_id: str) -> KVScales:
+def _scales(
+    layers: Mapping[int, LayerObserver], num_layers: int, key_dtype: KeyDtype, rotate_keys: bool, model_id: str
+) -> KVScales:
     """The scales of all layers and heads, from their observations."""
     scales, sqnr, offsets = {}, {}, {}
     for index, layer in layers.items():
         x = layer.results()
-        scales[index] = LayerScales(x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], key_dtype, rotate_keys, x.get("q_scale"))
+        scales[index] = LayerScales(
+            x["k_scale"], x["v_scale"], x["k_mean"], x["v_mean"], key_dtype, rotate_keys, x.get("q_scale")
+        )
         powers = (x[f"{which}_noise"].sum(0).tolist() for which in "kv")
         k, v = (10 * math.log10(signal / noise) if noise else math.inf for signal, noise in powers)
         sqnr[index] = (k, v)
@@ -145,7 +154,8 @@ def check_scales(
     chunk: int = CHUNK,
     progress: Progress | None = None,
 ) -> ScalesReport:
-    """Report how well static scales cover a text: the shares of values that saturate, and that round to zero, of each layer and head.
+    """Report how well static scales cover a text: the shares of values that saturate, and that round to zero, of each
+    layer and head.
 
     Args:
         model, batches, chunk, progress: as `calibrate` takes them. The text should not be the one of the scales.
@@ -158,10 +168,15 @@ def check_scales(
     specs = _specs(model)
     _check_batches(batches)
     if not isinstance(scales, KVScales):
-        raise TypeError(f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}")
+        raise TypeError(
+            f"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got {type(scales).__name__}"
+        )
     full = next(spec for spec in specs if spec.is_full)
     scales.check(
-        num_layers=len(specs), num_kv_heads=full.num_kv_heads, head_dim=full.head_dim, model_id=decoder_config(model.config).name_or_path
+        num_layers=len(specs),
+        num_kv_heads=full.num_kv_heads,
+        head_dim=full.head_dim,
+        model_id=decoder_config(model.config).name_or_path,
     )
     counting = {index: counters(layer) for index, layer in scales.layers.items()}
 
@@ -176,7 +191,9 @@ def check_scales(
             tokens += count_tokens(batch)
             report(number)
     if not tokens:
-        raise UsageError("the text has no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding")
+        raise UsageError(
+            "the text has no tokens; pass at least one batch with input_ids [B, S] and tokens that are not padding"
+        )
     seen = {
         index: {which: counter.coverage() for which, counter in found.items() if counter.counts is not None}
         for index, found in counting.items()
@@ -187,8 +204,8 @@ def check_scales(
 def _check_batches(batches: Any) -> None:
     if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, str)):
         raise TypeError(
-            f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got {type(batches).__name__}. "
-            "Put a single batch into a list: [input_ids]"
+            f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got "
+            f"{type(batches).__name__}. Put a single batch into a list: [input_ids]"
         )
 
 
@@ -196,12 +213,14 @@ def _specs(model: Any) -> list[LayerSpec]:
     """The layers of a model. Raises UsageError if there is none to calibrate."""
     config = _config(model)
     if (processes := getattr(model, "tp_size", None) or 1) > 1:
-        raise UsageError(f'the model\'s heads are divided over {processes} processes; load it in one process, with device_map="auto"')
+        raise UsageError(
+            f'the model\'s heads are divided over {processes} processes; load it in one process, with device_map="auto"'
+        )
     specs = layers_of(config)
     if not any(spec.is_full for spec in specs):
         raise UsageError(
-            f"only full-attention layers are calibrated, and every layer of {config.model_type!r} has a window: use FP8Cache without "
-            "scales, whose pages set their own"
+            f"only full-attention layers are calibrated, and every layer of {config.model_type!r} has a window: use "
+            f"FP8Cache without scales, whose pages set their own"
         )
     return specs
 
@@ -209,5 +228,7 @@ def _specs(model: Any) -> list[LayerSpec]:
 def _config(model: Any) -> PreTrainedConfig:
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"calibrate takes a transformers causal language model (AutoModelForCausalLM); got {type(model).__name__}")
+        raise TypeError(
+            f"calibrate takes a transformers causal language model (AutoModelForCausalLM); got {type(model).__name__}"
+        )
     return config

@@ -13,8 +13,8 @@ from .observer import Observer
 class LayerObserver:
     """Observes Q, K and V of one layer, and computes scales and means.
 
-    The means are of the tokens before `settle`. They do not change afterwards, whatever the tokens that follow: any constant may be
-    subtracted.
+    The means are of the tokens before `settle`. They do not change afterwards, whatever the tokens that follow: any
+    constant may be subtracted.
 
     Args:
         keys: how the cache stores K.
@@ -58,8 +58,8 @@ class LayerObserver:
         return {which: observer.amax.sum() for which, observer in self.observers.items() if observer.amax is not None}
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Scales, means, `k_offset [num_kv_heads]` (`Moments.offsets`), and `k_noise` and `v_noise` (`Observer.noise`), on the CPU. The
-        first axis of each is the head."""
+        """Scales, means, `k_offset [num_kv_heads]` (`Moments.offsets`), and `k_noise` and `v_noise` (`Observer.noise`),
+        on the CPU. The first axis of each is the head."""
         results = {}
         for which, observer in self.observers.items():
             if observer.amax is None:  # a model whose attention cannot be observed: no Q

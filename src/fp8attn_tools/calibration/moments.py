@@ -8,9 +8,9 @@ from fp8attn.scales import SEVERAL
 
 from .rotation import rotate_many
 
-# RoPE rotates an offset by an angle of 2 a over a text; its mean is then sin(a) / a of its size. If tan(a) < 2 a, that is a < 1.166, no
-# token is farther from the mean than from zero, so subtracting the mean makes no page's scale larger. There the mean's square is at least
-# this share of the offset's.
+# RoPE rotates an offset by an angle of 2 a over a text; its mean is then sin(a) / a of its size. If tan(a) < 2 a, that
+# is a < 1.166, no token is farther from the mean than from zero, so subtracting the mean makes no page's scale larger.
+# There the mean's square is at least this share of the offset's.
 MIN_SHARE_OF_OFFSET = 0.62
 # From one value per pair to one per channel, for each convention of `_pairings`.
 _SPREAD = (lambda x: torch.cat([x, x], -1), lambda x: x.repeat_interleave(2, -1))
@@ -27,7 +27,9 @@ class Moments:
     def __init__(self, rotated: bool = False, rope: bool = False) -> None:
         self.rotated, self.rope = rotated, rope
         self.count = 0  # tokens
-        self.sums: torch.Tensor | None = None  # [6 or 2, num_heads, head_dim] float64; pairs are repeated for both of their channels
+        self.sums: torch.Tensor | None = (
+            None  # [6 or 2, num_heads, head_dim] float64; pairs are repeated for both of their channels
+        )
         self.low: torch.Tensor | None = None  # [num_heads, head_dim] float32, as the tensor is stored
         self.high: torch.Tensor | None = None
         self.given = torch.float32  # dtype of the tensor
@@ -35,7 +37,8 @@ class Moments:
     def add(self, x: torch.Tensor) -> None:
         """Count `x [T, num_heads, head_dim]`.
 
-        Products are rounded to FP32, and summed in float64 without a copy in float64. A product of two BF16 numbers is exact in FP32.
+        Products are rounded to FP32, and summed in float64 without a copy in float64. A product of two BF16 numbers is
+        exact in FP32.
         """
         self.given = x.dtype
         x = x.float()
@@ -52,13 +55,14 @@ class Moments:
         self.high = high if self.high is None else torch.maximum(self.high, high)
 
     def mean(self) -> torch.Tensor:
-        """The static mean `[num_heads, head_dim]` float32, before the rotation. It is zero in channels whose mean is less than several
-        deviations, and in pairs that RoPE rotates too far."""
+        """The static mean `[num_heads, head_dim]` float32, before the rotation. It is zero in channels whose mean is
+        less than several deviations, and in pairs that RoPE rotates too far."""
         assert self.sums is not None and self.low is not None and self.high is not None
         mean, square = self.sums[0] / self.count, self.sums[1] / self.count
         variance = (square - mean.square()).clamp_min(0)
         if self.rope:
-            both = []  # for each convention: variance, squared offset and squared mean of the pair that each channel is in
+            # for each convention: variance, squared offset and squared mean of the pair that each channel is in
+            both = []
             for (offset, noise), (a, b), spread in zip(self._offsets(), _pairings(mean), _SPREAD, strict=True):
                 both.append(torch.stack([noise, offset, spread(a.square() + b.square())]))
             found = torch.where(both[0][:1] <= both[1][:1], *both)
@@ -68,14 +72,16 @@ class Moments:
         return mean if self.rotated else on_grid(mean, torch.maximum(self.high, -self.low), self.given)
 
     def amax(self, mean: torch.Tensor) -> torch.Tensor:
-        """`[num_heads]`: the largest stored magnitude of each head after subtracting `mean`, exactly: it is at the minimum or the maximum
-        of one of the channels."""
+        """`[num_heads]`: the largest stored magnitude of each head after subtracting `mean`, exactly: it is at the
+        minimum or the maximum of one of the channels."""
         assert self.low is not None and self.high is not None
         mean = rotate_many(mean) if self.rotated else mean
         return torch.maximum(self.high - mean, mean - self.low).amax(1)
 
     def offsets(self, mean: torch.Tensor) -> torch.Tensor:
-        """`[num_heads]`: the largest offset of a pair of channels that remains after subtracting `mean`, in deviations."""
+        """`[num_heads]`: the largest offset of a pair of channels that remains after subtracting `mean`,
+        in deviations.
+        """
         largest = []
         for (offset, noise), (a, b), spread in zip(self._offsets(), _pairings(mean.double()), _SPREAD, strict=True):
             left = (offset - spread(a.square() + b.square())).clamp_min(0)
@@ -83,10 +89,11 @@ class Moments:
         return torch.maximum(*largest)
 
     def _offsets(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The squared offset and the variance of the pair of each channel, `[num_heads, head_dim]`, for both conventions of pairs.
+        """The squared offset and the variance of the pair of each channel, `[num_heads, head_dim]`, for both
+        conventions of pairs.
 
-        RoPE keeps the length r of a pair. Let the pair be an offset b plus noise of deviation s in both channels, rotated by any angle.
-        Then `E[r^2] = b^2 + 2 s^2` and `Var[r^2] = 4 s^2 b^2 + 4 s^4`, which give b and s.
+        RoPE keeps the length r of a pair. Let the pair be an offset b plus noise of deviation s in both channels,
+        rotated by any angle. Then `E[r^2] = b^2 + 2 s^2` and `Var[r^2] = 4 s^2 b^2 + 4 s^4`, which give b and s.
         """
         assert self.sums is not None
         found = []
@@ -105,11 +112,13 @@ def _pairings(x: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
 
 
 def on_grid(mean: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`mean` rounded to a multiple of the ulp (the spacing of numbers) of `dtype` at `amax`, the largest magnitude of the input.
+    """`mean` rounded to a multiple of the ulp (the spacing of numbers) of `dtype` at `amax`, the largest magnitude of
+    the input.
 
-    One BF16 number in 16 is halfway between two FP8 numbers. Such ties round to even, up as often as down. After the subtraction of a
-    multiple of the ulp they still do. After the subtraction of any other number, they all round the same way. For V this is a bias of 0.001
-    standard deviations in every output, and averaging over keys does not remove it.
+    One BF16 number in 16 is halfway between two FP8 numbers. Such ties round to even, up as often as down. After the
+    subtraction of a multiple of the ulp they still do. After the subtraction of any other number, they all round the
+    same way. For V this is a bias of 0.001 standard deviations in every output, and averaging over keys does not remove
+    it.
     """
     if dtype == torch.float32:
         return mean  # the input's ulp is the mean's ulp

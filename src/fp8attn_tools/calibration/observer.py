@@ -16,7 +16,9 @@ SAMPLED = 1024  # tokens that are kept, at most, to measure the SQNR on
 
 
 class Sample:
-    """A bounded number of tokens, evenly over all that were seen: those whose number is a multiple of a stride that doubles when needed."""
+    """A bounded number of tokens, evenly over all that were seen: those whose number is a multiple of a stride that
+    doubles when needed.
+    """
 
     def __init__(self) -> None:
         self.kept: torch.Tensor | None = None  # [N, num_heads, head_dim], in the dtype of the tensor
@@ -62,7 +64,8 @@ class Observer:
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
         """`x [num_heads, T, head_dim]` as it is stored, before quantization: FP32 if it is not as given."""
-        # Heads are first, as they are in the memory of one sequence's Q, K and V: then the rotation is one product, without a copy.
+        # Heads are first, as they are in the memory of one sequence's Q, K and V: then the rotation is one product,
+        # without a copy.
         mean = None if self.mean is None else self.mean[:, None]
         if self.rotated:
             y = rotate_many(x)
@@ -75,7 +78,9 @@ class Observer:
         return (self.amax / self.codec.max).clamp_min(MIN_SCALE)
 
     def noise(self, scale: torch.Tensor) -> torch.Tensor:
-        """Sums of squares of the sample and of its errors with static scales as a cache stores them, `[num_heads, 2]` float64."""
+        """Sums of squares of the sample and of its errors with static scales as a cache stores them, `[num_heads, 2]`
+        float64.
+        """
         assert self.sample is not None and self.sample.kept is not None
         x = self.sample.kept.transpose(0, 1)
         y = self.stored(x).float()

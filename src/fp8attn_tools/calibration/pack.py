@@ -13,8 +13,11 @@ from fp8attn.integrations.transformers.config import decoder_config
 LONGEST = 32768  # tokens of a sequence, at most, if the model's context is longer
 
 
-def pack_tokens(documents: Iterable[Sequence[int] | torch.Tensor], length: int, *, separator: int | None = None) -> Iterator[torch.Tensor]:
-    """Concatenate token ids of documents, and cut them into sequences of one length: batches for `calibrate`, without padding.
+def pack_tokens(
+    documents: Iterable[Sequence[int] | torch.Tensor], length: int, *, separator: int | None = None
+) -> Iterator[torch.Tensor]:
+    """Concatenate token ids of documents, and cut them into sequences of one length: batches for `calibrate`, without
+    padding.
 
     Args:
         documents: token ids of each; any iterable. Only one sequence is in memory.
@@ -33,8 +36,8 @@ def pack_tokens(documents: Iterable[Sequence[int] | torch.Tensor], length: int, 
         if not isinstance(ids, Sequence) or not all(isinstance(each, int) for each in ids):
             what = f"a tensor {list(document.shape)}" if isinstance(document, torch.Tensor) else type(document).__name__
             raise UsageError(
-                f"document {number} must be token ids, one after another; got {what}. Pass each text's ids: [tokenizer(text).input_ids for "
-                "text in texts]"
+                f"document {number} must be token ids, one after another; got {what}. Pass each text's ids: "
+                f"[tokenizer(text).input_ids for text in texts]"
             )
         held += ids if separator is None or not number else [separator, *ids]
         whole = len(held) - len(held) % length

@@ -24,7 +24,8 @@ class Coverage:
 
     Attributes:
         saturated: values whose magnitude is larger than the scale times the largest code (448 for E4M3, 127 for INT8).
-        underflow: values other than zero that round to zero: magnitudes of at most 2^-10 times the scale for E4M3, half the scale for INT8.
+        underflow: values other than zero that round to zero: magnitudes of at most 2^-10 times the scale for E4M3, half
+            the scale for INT8.
     """
 
     saturated: torch.Tensor
@@ -46,11 +47,12 @@ class Worst:
 class ScalesReport:
     """How well static scales cover a text that they were not made from.
 
-    The scales are taken as they are. A cache of fp8attn rounds scales of E4M3 up to powers of two, so fewer values saturate in it.
+    The scales are taken as they are. A cache of fp8attn rounds scales of E4M3 up to powers of two, so fewer values
+    saturate in it.
 
     Attributes:
-        layers: by layer index and tensor (`"q"`, `"k"`, `"v"`), the `Coverage`. Q is absent if the scales have none, or the model's
-            attention cannot be observed.
+        layers: by layer index and tensor (`"q"`, `"k"`, `"v"`), the `Coverage`. Q is absent if the scales have none, or
+            the model's attention cannot be observed.
         tokens: number of tokens that were counted.
     """
 
@@ -60,8 +62,8 @@ class ScalesReport:
     def __repr__(self) -> str:
         (most,) = self.worst(1)
         return (
-            f"ScalesReport(layers {ranges(self.layers)}, {self.tokens} tokens, at most {most.saturated:.2%} of a head saturated: "
-            f"{most.tensor.upper()} of layer {most.layer}, head {most.head})"
+            f"ScalesReport(layers {ranges(self.layers)}, {self.tokens} tokens, at most {most.saturated:.2%} of a head "
+            f"saturated: {most.tensor.upper()} of layer {most.layer}, head {most.head})"
         )
 
     @property
@@ -81,7 +83,12 @@ class ScalesReport:
     def rows(self) -> list[dict[str, Any]]:
         """One entry for each layer and tensor, for JSON."""
         return [
-            {"layer": layer, "tensor": tensor, "saturated": coverage.saturated.tolist(), "underflow": coverage.underflow.tolist()}
+            {
+                "layer": layer,
+                "tensor": tensor,
+                "saturated": coverage.saturated.tolist(),
+                "underflow": coverage.underflow.tolist(),
+            }
             for layer, found in self.layers.items()
             for tensor, coverage in found.items()
         ]
@@ -121,8 +128,8 @@ class Counter:
         """
         if x.shape[1] != len(self._limit):
             raise UsageError(
-                f"the scales have {len(self._limit)} heads, and the model has {x.shape[1]} in this process; pass the scales of this model, "
-                "and a model whose heads are not divided over processes"
+                f"the scales have {len(self._limit)} heads, and the model has {x.shape[1]} in this process; pass the "
+                f"scales of this model, and a model whose heads are not divided over processes"
             )
         if self.counts is None:
             self._limit, self._least = (y.to(x.device)[:, None, None] for y in (self._limit, self._least))

@@ -1,8 +1,8 @@
 """Running a model while Q, K and V of its full-attention layers are observed.
 
-K (after RoPE) and V are seen by a cache. Q is seen by an attention function that is registered in transformers as `fp8_observed`. It calls
-the model's own attention function, so the model computes what it always computes. There are no hooks or patches, and afterwards the model
-is as it was.
+K (after RoPE) and V are seen by a cache. Q is seen by an attention function that is registered in transformers as
+`fp8_observed`. It calls the model's own attention function, so the model computes what it always computes. There are no
+hooks or patches, and afterwards the model is as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers.config import LayerSpec, cache_keyword, calls_attention_interface, decoder_config, layers_of
+from fp8attn.integrations.transformers.config import (
+    LayerSpec,
+    cache_keyword,
+    calls_attention_interface,
+    decoder_config,
+    layers_of,
+)
 from fp8attn.integrations.transformers.tensors import tokens_of
 from fp8attn.scales import ranges
 
@@ -67,7 +73,8 @@ def observed_attention(
     """Attention by the model's own function, after Q has been observed."""
     watch = _watch.get()
     watch.pass_on(getattr(module, "layer_idx", None), "q", query)
-    # A model's eager attention is a function beside its attention module. It is the default that the model itself names.
+    # A model's eager attention is a function beside its attention module. It is the default that the model itself
+    # names.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend = AttentionInterface().get_interface(watch.own, eager)
     return attend(module, query, key, value, attention_mask, *args, **kwargs)
@@ -90,8 +97,8 @@ def check_observable(specs: Sequence[LayerSpec]) -> None:
     """
     if hybrid := [index for index, spec in enumerate(specs) if spec.kind == "hybrid"]:
         raise UsageError(
-            f"layers {ranges(hybrid)} have attention and the state of a linear layer, which calibration does not run. Leave out the "
-            "scales: pages set their own"
+            f"layers {ranges(hybrid)} have attention and the state of a linear layer, which calibration does not run. "
+            f"Leave out the scales: pages set their own"
         )
 
 
@@ -103,14 +110,17 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
         model: a transformers causal language model.
         chunk: tokens of a forward. A longer batch runs in several, through a cache that keeps its K and V.
     Returns:
-        A function `run(batch, see)`: it runs a batch, and calls `see` with the Q, K and V of every full-attention layer. If the model
-        computes its attention itself (`calls_attention_interface`), Q is not seen.
+        A function `run(batch, see)`: it runs a batch, and calls `see` with the Q, K and V of every full-attention
+        layer. If the model computes its attention itself (`calls_attention_interface`), Q is not seen.
     """
     specs = layers_of(model.config)
     check_observable(specs)
     layers = frozenset(index for index, spec in enumerate(specs) if spec.is_full)
     own = decoder_config(model.config)._attn_implementation
-    sees_queries = calls_attention_interface(decoder_config(model.config)) and own in {"eager", *AttentionInterface().valid_keys()}
+    sees_queries = calls_attention_interface(decoder_config(model.config)) and own in {
+        "eager",
+        *AttentionInterface().valid_keys(),
+    }
     accepted = inspect.signature(model.forward).parameters
     modes = [(module, module.training) for module in model.modules()]
     implementations = _implementations(model.config)
@@ -123,7 +133,9 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
         watch = _Watch(layers, own, see)
         cache = Cache(
             layers=[
-                _ObservedLayer(index, watch, length > chunk) if spec.is_full else DYNAMIC_LAYER_TYPE_MAPPING[spec.kind](**spec.options)
+                _ObservedLayer(index, watch, length > chunk)
+                if spec.is_full
+                else DYNAMIC_LAYER_TYPE_MAPPING[spec.kind](**spec.options)
                 for index, spec in enumerate(specs)
             ]
         )
@@ -164,12 +176,15 @@ def tensors_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
     ids, mask = (batch.get("input_ids"), batch.get("attention_mask")) if isinstance(batch, Mapping) else (batch, None)
     if wrong := [x for x in (ids, mask) if x is not None and not isinstance(x, torch.Tensor)]:
         raise TypeError(
-            f"a batch must be a tensor input_ids [B, S], or a mapping with such tensors; got {type(wrong[0]).__name__}. "
+            f"a batch must be a tensor input_ids [B, S], or a mapping with such tensors; got "
+            f"{type(wrong[0]).__name__}. "
             'Tokenize text first: tokenizer(text, return_tensors="pt")'
         )
     if ids is None or ids.dim() != 2 or (mask is not None and mask.shape != ids.shape):
         got = "none" if ids is None else f"{list(ids.shape)} and mask {None if mask is None else list(mask.shape)}"
-        raise UsageError(f"a batch must have input_ids [B, S], and optionally an attention_mask of the same shape; got {got}")
+        raise UsageError(
+            f"a batch must have input_ids [B, S], and optionally an attention_mask of the same shape; got {got}"
+        )
     return ids, mask
 
 
@@ -181,7 +196,9 @@ def count_tokens(batch: Batch) -> int:
 
 def _implementations(config: Any) -> Any:
     """The attention implementations of a config and of the configs in it, as `set_attn_implementation` takes them."""
-    inner = {key: _implementations(found) for key in config.sub_configs if (found := getattr(config, key, None)) is not None}
+    inner = {
+        key: _implementations(found) for key in config.sub_configs if (found := getattr(config, key, None)) is not None
+    }
     return {"": config._attn_implementation, **inner} if inner else config._attn_implementation
 
 
@@ -198,11 +215,14 @@ class _ObservedLayer(DynamicLayer):
         super().__init__()
         self.index, self.watch, self.keep = index, watch, keep
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if key_states.shape != value_states.shape:
             raise UsageError(
-                f"layer {self.index} caches a K {list(key_states.shape)} and a V {list(value_states.shape)}; fp8attn needs K and V of "
-                "one shape. Use transformers' own cache for this model (DynamicCache(config=model.config))"
+                f"layer {self.index} caches a K {list(key_states.shape)} and a V {list(value_states.shape)}; fp8attn "
+                f"needs K and V of one shape. Use transformers' own cache for this model "
+                f"(DynamicCache(config=model.config))"
             )
         self.watch.pass_on(self.index, "k", key_states)
         self.watch.pass_on(self.index, "v", value_states)

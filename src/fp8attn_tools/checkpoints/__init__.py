@@ -4,8 +4,8 @@
     export("Llama-3.1-8B", scales, "Llama-3.1-8B-FP8-KV")   # a folder beside the original, which links to its weights
     check("Llama-3.1-8B-FP8-KV")                            # every layer has every scale, in the form that vLLM reads
 
-vLLM takes 1.0 for a scale that it does not find, mostly without a warning. So both functions raise an error for a scale that is missing,
-renamed or in a file that the index does not name. Nothing here imports vLLM.
+vLLM takes 1.0 for a scale that it does not find, mostly without a warning. So both functions raise an error for a scale
+that is missing, renamed or in a file that the index does not name. Nothing here imports vLLM.
 
 | file | what |
 |---|---|

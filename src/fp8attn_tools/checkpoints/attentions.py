@@ -11,7 +11,9 @@ from fp8attn.integrations.checkpoint import CONFIG, Checkpoint
 from fp8attn.scales import ranges
 
 # The projections of an attention module. Compressed weights have longer names, such as `weight_packed`.
-_PROJECTION = re.compile(r"(?P<module>(?P<stack>.*?)\blayers\.(?P<index>\d+)\.self_attn)\.(?P<name>[qkvo]_proj|qkv_proj)\.weight(_packed)?")
+_PROJECTION = re.compile(
+    r"(?P<module>(?P<stack>.*?)\blayers\.(?P<index>\d+)\.self_attn)\.(?P<name>[qkvo]_proj|qkv_proj)\.weight(_packed)?"
+)
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,33 @@ def attentions_of(checkpoint: Checkpoint) -> dict[int, Attention]:
         if all(rows.items() <= layer.items() or fused.items() <= layer.items() for layer in layers.values())
     }
     if len(found) != 1:
-        what = f"{', '.join(f'{stack}layers.N' for stack in found)}: any could be the decoder's" if found else f"none: {_names(checkpoint)}"
+        what = (
+            f"{', '.join(f'{stack}layers.N' for stack in found)}: any could be the decoder's"
+            if found
+            else f"none: {_names(checkpoint)}"
+        )
         raise UsageError(
-            f"{checkpoint.folder}: scales need one stack of layers with names such as model.layers.N.self_attn.k_proj.weight, of "
-            f"{rows['k_proj']} rows for K and V (num_kv_heads * head_dim), or a fused qkv_proj of {fused['qkv_proj']}; found {what}"
+            f"{checkpoint.folder}: scales need one stack of layers with names such as "
+            f"model.layers.N.self_attn.k_proj.weight, of {rows['k_proj']} rows for K and V (num_kv_heads * head_dim), "
+            f"or a fused qkv_proj of {fused['qkv_proj']}; found {what}"
         )
     ((stack, layers),) = found.items()
-    return {index: Attention(index, f"{stack}layers.{index}.self_attn", "k_proj" not in layers[index]) for index in sorted(layers)}
+    return {
+        index: Attention(index, f"{stack}layers.{index}.self_attn", "k_proj" not in layers[index])
+        for index in sorted(layers)
+    }
 
 
 def _names(checkpoint: Checkpoint) -> str:
     """The names of the tensors of layers, with N for numbers, to say what an unknown architecture has."""
-    names = sorted({re.sub(r"\b\d+\b", "N", name) for name in checkpoint.tensors if re.search(r"\.\d+\..*(att|qkv|_proj)", name)})
-    return ("there are " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")) if names else "no layer has projections"
+    names = sorted(
+        {re.sub(r"\b\d+\b", "N", name) for name in checkpoint.tensors if re.search(r"\.\d+\..*(att|qkv|_proj)", name)}
+    )
+    return (
+        ("there are " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else ""))
+        if names
+        else "no layer has projections"
+    )
 
 
 def layers_text(indices: Iterable[int]) -> str:

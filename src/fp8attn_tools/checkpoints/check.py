@@ -32,7 +32,8 @@ class Export:
     Attributes:
         folder: where it is.
         strategy: how the scales are written.
-        scales: by layer index, the scales of `"q"`, `"k"` and `"v"`, float32: `[1]`, or `[heads]` with `strategy="attn_head"`.
+        scales: by layer index, the scales of `"q"`, `"k"` and `"v"`, float32: `[1]`, or `[heads]` with
+            `strategy="attn_head"`.
         skip_layers: layers without scales, whose cache must be in 16 bits.
         moved: layers where a static mean of V was moved into the biases.
     """
@@ -51,7 +52,8 @@ class Export:
 
 
 def check(folder: str | Path, scales: KVScales | None = None) -> Export:
-    """Read an exported checkpoint as vLLM does, and verify that no layer would get a scale of 1.0 that is not in the checkpoint.
+    """Read an exported checkpoint as vLLM does, and verify that no layer would get a scale of 1.0 that is not in the
+    checkpoint.
 
     Args:
         folder: the checkpoint.
@@ -59,13 +61,18 @@ def check(folder: str | Path, scales: KVScales | None = None) -> Export:
     Returns:
         What the folder has.
     Raises:
-        UsageError: a scale is missing, or has a name, shape or dtype that vLLM does not read; it is not positive and finite, or not the one
-            in `scales`; the index does not agree with the files; the config does not make vLLM read scales.
+        UsageError: a scale is missing, or has a name, shape or dtype that vLLM does not read; it is not positive and
+            finite, or not the one in `scales`; the index does not agree with the files; the config does not make vLLM
+            read scales.
     """
     checkpoint = Checkpoint.read(folder)
     strategy = declared(checkpoint)
-    if unnamed := {path.name for path in checkpoint.folder.glob("*.safetensors")} - {t.file for t in checkpoint.tensors.values()}:
-        raise UsageError(f"{checkpoint.folder / INDEX} does not name {', '.join(sorted(unnamed))}: vLLM would not read it")
+    if unnamed := {path.name for path in checkpoint.folder.glob("*.safetensors")} - {
+        t.file for t in checkpoint.tensors.values()
+    }:
+        raise UsageError(
+            f"{checkpoint.folder / INDEX} does not name {', '.join(sorted(unnamed))}: vLLM would not read it"
+        )
     note = _note(checkpoint)
     attentions = attentions_of(checkpoint)
     skipped = tuple(note.get("skip_layers", ()))
@@ -76,7 +83,9 @@ def check(folder: str | Path, scales: KVScales | None = None) -> Export:
     found: dict[int, dict[str, torch.Tensor]] = {}
     q_heads, kv_heads, _ = heads_of(checkpoint)
     for index, named in wanted.items():
-        found[index] = {x: _scale(checkpoint, name, shape(strategy, q_heads if x == "q" else kv_heads)) for x, name in named.items()}
+        found[index] = {
+            x: _scale(checkpoint, name, shape(strategy, q_heads if x == "q" else kv_heads)) for x, name in named.items()
+        }
     export = Export(Path(folder), strategy, found, skipped, tuple(note.get("moved", ())))
     if scales is not None:
         _compare_values(export, scales)
@@ -92,7 +101,9 @@ def _note(checkpoint: Checkpoint) -> dict[str, list[int]]:
     try:
         found: dict[str, list[int]] = json.loads(note)
     except ValueError as error:
-        raise UsageError(f"{checkpoint.folder / SCALES} has no entry {NOTE!r} with JSON in its metadata; export again") from error
+        raise UsageError(
+            f"{checkpoint.folder / SCALES} has no entry {NOTE!r} with JSON in its metadata; export again"
+        ) from error
     return found
 
 
@@ -102,7 +113,9 @@ def _compare(checkpoint: Checkpoint, expected: Iterable[str], present: Iterable[
         also = f"; it has {_some(unknown)}, which vLLM does not know" if unknown else ""
         raise UsageError(f"{checkpoint.folder} lacks {_some(missing)}, and vLLM would take 1.0{also}. Export again")
     if unknown:
-        raise UsageError(f"{checkpoint.folder} has {_some(unknown)}, which are not the names of its layers' scales; export again")
+        raise UsageError(
+            f"{checkpoint.folder} has {_some(unknown)}, which are not the names of its layers' scales; export again"
+        )
 
 
 def _some(names: list[str]) -> str:
@@ -114,7 +127,8 @@ def _scale(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.T
     # vLLM takes one number in any shape.
     if (tensor.shape != shape and not math.prod(tensor.shape) == math.prod(shape) == 1) or tensor.dtype not in FLOATS:
         raise UsageError(
-            f"{name} must be {list(shape)} in one of {', '.join(FLOATS)}, and is {list(tensor.shape)} {tensor.dtype}; export again"
+            f"{name} must be {list(shape)} in one of {', '.join(FLOATS)}, and is {list(tensor.shape)} {tensor.dtype}; "
+            f"export again"
         )
     value = checkpoint.get(name).float().flatten()
     if not torch.isfinite(value).all() or (value <= 0).any():

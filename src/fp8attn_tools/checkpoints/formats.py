@@ -9,7 +9,8 @@ vLLM 0.26, 0.32 and 0.33 (`quantization/base_config.py`, `compressed_tensors.py`
 | V | `.v_scale` [1] | `.v_scale` [num_kv_heads, 1, 1] |
 | Q | `.q_scale` [1] | `.q_scale` [num_q_heads, 1, 1] |
 
-and the `quantization_config` of config.json. `x ~ x_8bit * scale` with x_8bit in E4M3. Q's scale is for backends that also quantize
+and the `quantization_config` of config.json. `x ~ x_8bit * scale` with x_8bit in E4M3. Q's scale is for backends that
+also quantize
 queries: FlashAttention-3, FlashInfer, Triton on CUDA. docs/export.md says what vLLM does if one is missing.
 """
 
@@ -31,7 +32,10 @@ STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 MODELOPT_CONFIG = "hf_quant_config.json"  # of checkpoints that ModelOpt has quantized
 
 _SCHEME = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
-_WANTED = f"vLLM reads scales with compressed-tensors and a kv_cache_scheme of {_SCHEME}, with strategy one of {', '.join(STRATEGIES)}"
+_WANTED = (
+    f"vLLM reads scales with compressed-tensors and a kv_cache_scheme of {_SCHEME}, with strategy one of "
+    f"{', '.join(STRATEGIES)}"
+)
 
 
 def names(attention: Attention) -> dict[str, str]:
@@ -45,7 +49,9 @@ def shape(strategy: Strategy, heads: int) -> tuple[int, ...]:
 
 
 def to_tensor(scale: torch.Tensor, strategy: Strategy) -> torch.Tensor:
-    """Scales `[heads]` in the form of the strategy, float32. One scale of several heads is the largest, so that none saturates."""
+    """Scales `[heads]` in the form of the strategy, float32. One scale of several heads is the largest, so that none
+    saturates.
+    """
     chosen = scale if strategy == "attn_head" else scale.amax()
     return chosen.float().cpu().clone().reshape(shape(strategy, len(scale)))
 
@@ -53,13 +59,17 @@ def to_tensor(scale: torch.Tensor, strategy: Strategy) -> torch.Tensor:
 def values(layer: LayerScales, moved: bool) -> dict[str, torch.Tensor]:
     """The scales `[num_kv_heads]` of `"k"` and `"v"` for an engine that subtracts no means.
 
-    Calibrated scales are for `x - mean`, and `max |x| <= max |x - mean| + max |mean|`. So scales for x grow by the second term.
+    Calibrated scales are for `x - mean`, and `max |x| <= max |x - mean| + max |mean|`. So scales for x grow by the
+    second term.
 
     Args:
         moved: whether the mean of V has been moved into biases.
     """
     k_mean, v_mean = layer.k_mean, layer.v_mean * (not moved)
-    return {x: scale + mean.abs().amax(1) / E4M3.max for x, scale, mean in (("k", layer.k_scale, k_mean), ("v", layer.v_scale, v_mean))}
+    return {
+        x: scale + mean.abs().amax(1) / E4M3.max
+        for x, scale, mean in (("k", layer.k_scale, k_mean), ("v", layer.v_scale, v_mean))
+    }
 
 
 def new_config(checkpoint: Checkpoint, strategy: Strategy) -> dict[str, Any]:
@@ -69,18 +79,28 @@ def new_config(checkpoint: Checkpoint, strategy: Strategy) -> dict[str, Any]:
         UsageError: the checkpoint is quantized in a way that has no place for the scales, or it has scales already.
     """
     if (checkpoint.folder / MODELOPT_CONFIG).exists():
-        raise UsageError(f"{checkpoint.folder} has a {MODELOPT_CONFIG}: ModelOpt has quantized it; export the 16-bit checkpoint")
+        raise UsageError(
+            f"{checkpoint.folder} has a {MODELOPT_CONFIG}: ModelOpt has quantized it; export the 16-bit checkpoint"
+        )
     old = checkpoint.decoder.get("quantization_config") or checkpoint.config.get("quantization_config")
     method = str((old or {}).get("quant_method", "")).replace("_", "-")
     if old and method != "compressed-tensors":
         raise UsageError(
-            f"{checkpoint.folder / CONFIG} has a quantization_config of {method or 'an unnamed method'}, which has no place for scales of "
-            "the cache; export the 16-bit checkpoint, or one quantized with compressed-tensors"
+            f"{checkpoint.folder / CONFIG} has a quantization_config of {method or 'an unnamed method'}, which has no "
+            f"place for scales of the cache; export the 16-bit checkpoint, or one quantized with compressed-tensors"
         )
     if old and old.get("kv_cache_scheme"):
-        raise UsageError(f"{checkpoint.folder / CONFIG} has a kv_cache_scheme already: {old['kv_cache_scheme']}; export the original")
-    # vLLM passes the number of heads on, which it cuts scales of heads by, only if there are config_groups: none is enough.
-    new = old or {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen", "config_groups": {}}
+        raise UsageError(
+            f"{checkpoint.folder / CONFIG} has a kv_cache_scheme already: {old['kv_cache_scheme']}; export the original"
+        )
+    # vLLM passes the number of heads on, which it cuts scales of heads by, only if there are config_groups: none is
+    # enough.
+    new = old or {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+    }
     new = {"config_groups": {}, **new, "kv_cache_scheme": {**_SCHEME, "strategy": strategy}}
     if old and "quantization_config" not in checkpoint.config:  # vLLM reads the decoder's if that is the only one
         return {**checkpoint.config, "text_config": {**checkpoint.config["text_config"], "quantization_config": new}}
@@ -99,13 +119,15 @@ def declared(checkpoint: Checkpoint) -> Strategy:
     scheme, method = config.get("kv_cache_scheme"), str(config.get("quant_method", "")).replace("_", "-")
     if method != "compressed-tensors" or not isinstance(scheme, dict):
         raise UsageError(
-            f"{checkpoint.folder / CONFIG}: the quantization_config has quant_method {method!r} and kv_cache_scheme {scheme!r}; {_WANTED}"
+            f"{checkpoint.folder / CONFIG}: the quantization_config has quant_method {method!r} and kv_cache_scheme "
+            f"{scheme!r}; {_WANTED}"
         )
     wrong = {key: scheme.get(key) for key in ("type", "num_bits", "symmetric") if scheme.get(key) != _SCHEME[key]}
     if wrong or scheme.get("strategy") not in STRATEGIES:
         raise UsageError(f"{checkpoint.folder / CONFIG}: kv_cache_scheme is {scheme}; {_WANTED}")
     if scheme["strategy"] == "attn_head" and "config_groups" not in config:
         raise UsageError(
-            f"{checkpoint.folder / CONFIG}: vLLM reads scales of heads only if quantization_config has config_groups, even empty"
+            f"{checkpoint.folder / CONFIG}: vLLM reads scales of heads only if quantization_config has config_groups, "
+            f"even empty"
         )
     return scheme["strategy"]

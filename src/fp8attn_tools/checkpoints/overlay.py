@@ -1,4 +1,6 @@
-"""Writing calibrated scales beside the weights of a checkpoint, as an overlay: links to the original files, and a few new ones."""
+"""Writing calibrated scales beside the weights of a checkpoint, as an overlay: links to the original files, and a few
+new ones.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from .check import NOTE, SCALES, Export, check
 from .fold import moved_means, overwrite
 from .formats import STRATEGIES, Strategy, names, new_config, to_tensor, values
 
-# Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to them.
+# Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to
+# them.
 _OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 # transformers reads a file of the first name without looking at the index, and would not see the scales.
 _RENAMED = {"model.safetensors": "model-00001-of-00001.safetensors"}
@@ -37,24 +40,27 @@ def export(
     fold_v_mean: bool = True,
     skip_layers: Collection[int] = (),
 ) -> Export:
-    """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and queries.
+    """Write a checkpoint that stock vLLM serves with calibrated scales: `x_8bit = x / scale` in E4M3, for K, V and
+    queries.
 
-    The new folder has the config, the index and the scales, and links to all other files. It is written under another name, read back
-    (`check`) and then renamed.
+    The new folder has the config, the index and the scales, and links to all other files. It is written under another
+    name, read back (`check`) and then renamed.
 
     Args:
         checkpoint: the folder of the original, with safetensors files. It is not changed.
-        scales: calibrated with key_dtype="e4m3" and rotate_keys=False. vLLM subtracts no means, so the scale of K is made larger by
-            `max |k_mean| / 448`.
+        scales: calibrated with key_dtype="e4m3" and rotate_keys=False. vLLM subtracts no means, so the scale of K is
+            made larger by `max |k_mean| / 448`.
         out: the new folder.
-        strategy: `"tensor"`, one scale a layer: the largest of its heads'. `"attn_head"`, one a head, which FlashAttention-3 takes; vLLM's
-            FlashInfer and Triton refuse it, and its CPU backend takes the largest.
-        fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the same but for the
-            rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the scale of V is made larger, as K's.
-        skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no scales.
+        strategy: `"tensor"`, one scale a layer: the largest of its heads'. `"attn_head"`, one a head, which
+            FlashAttention-3 takes; vLLM's FlashInfer and Triton refuse it, and its CPU backend takes the largest.
+        fold_v_mean: move static means of V into biases (`v_proj.bias -= m`, `o_proj.bias += W m`). The model is the
+            same but for the rounding of o_proj's bias to its dtype. Files with these biases are copied. False: the
+            scale of V is made larger, as K's.
+        skip_layers: indices of layers whose cache vLLM keeps in 16 bits: `Export.command` has the option. They get no
+            scales.
     Raises:
-        UsageError: the scales do not fit the checkpoint; a layer has none; a mean of V that no bias can take; names of an
-            unknown architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
+        UsageError: the scales do not fit the checkpoint; a layer has none; a mean of V that no bias can take; names of
+            an unknown architecture; a checkpoint that is quantized in another way; a folder that cannot be written.
     """
     if strategy not in STRATEGIES:
         raise UsageError(f"strategy must be one of {STRATEGIES}; got {strategy!r}")
@@ -72,7 +78,9 @@ def export(
         given = {"q": _q_scale(source, index, layer), **values(layer, index in moved_layers)}
         written |= {name: to_tensor(given[x], strategy) for x, name in names(attention).items()}
     if clash := sorted(written.keys() & source.tensors.keys()):
-        raise UsageError(f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint")
+        raise UsageError(
+            f"{source.folder} has {clash[0]} already: it has scales of a cache; export the original checkpoint"
+        )
     note = {
         "strategy": strategy, "skip_layers": sorted(set(skip_layers)), "moved": moved_layers,
         "model_id": scales.model_id, "method": scales.method, "tokens": scales.tokens,
@@ -95,16 +103,20 @@ def export(
 
 
 def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collection[int]) -> dict[int, Attention]:
-    """The attention modules that get scales, after the checks that the scales are this model's and of a kind that vLLM can use."""
+    """The attention modules that get scales, after the checks that the scales are this model's and of a kind that vLLM
+    can use.
+    """
     if (scales.key_dtype, scales.rotate_keys) != ("e4m3", False):
         raise UsageError(
-            f"stock vLLM stores keys in E4M3 without a rotation, and these scales are for key_dtype={scales.key_dtype!r}, "
-            f"rotate_keys={scales.rotate_keys}; calibrate again with key_dtype='e4m3', rotate_keys=False"
+            f"stock vLLM stores keys in E4M3 without a rotation, and these scales are for "
+            f"key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}; calibrate again with key_dtype='e4m3', "
+            f"rotate_keys=False"
         )
     decoder, (_, kv_heads, head_dim) = source.decoder, heads_of(source)
     if shared := decoder.get("num_kv_shared_layers"):
         raise UsageError(
-            f"the last {shared} layers share K and V of others, and vLLM reads scales of their own for them; it has no such export"
+            f"the last {shared} layers share K and V of others, and vLLM reads scales of their own for them; it has no "
+            f"such export"
         )
     scales.check(
         num_layers=decoder.get("num_hidden_layers", scales.num_layers), num_kv_heads=kv_heads, head_dim=head_dim,
@@ -112,14 +124,19 @@ def _layers_to_write(source: Checkpoint, scales: KVScales, skip_layers: Collecti
     )  # fmt: skip
     attentions = attentions_of(source)
     if strangers := set(skip_layers) - attentions.keys():
-        raise UsageError(f"skip_layers has {sorted(strangers)}, and {source.folder} has attention in {layers_text(attentions)}")
+        raise UsageError(
+            f"skip_layers has {sorted(strangers)}, and {source.folder} has attention in {layers_text(attentions)}"
+        )
     if homeless := scales.layers.keys() - attentions.keys():
-        raise UsageError(f"there are scales of {layers_text(homeless)}, and {source.folder} has attention in {layers_text(attentions)}")
+        raise UsageError(
+            f"there are scales of {layers_text(homeless)}, and {source.folder} has attention in "
+            f"{layers_text(attentions)}"
+        )
     if without := attentions.keys() - scales.layers.keys() - set(skip_layers):
         needed = sorted(attentions.keys() - scales.layers.keys())
         raise UsageError(
-            f"{source.folder}: no scales for {layers_text(without)} (sliding windows are not calibrated), and vLLM would take 1.0 "
-            f"in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
+            f"{source.folder}: no scales for {layers_text(without)} (sliding windows are not calibrated), and vLLM "
+            f"would take 1.0 in silence. Keep them in 16 bits: export with skip_layers={needed}, and serve with "
             f"--kv-cache-dtype-skip-layers {' '.join(map(str, needed))}"
         )
     chosen = {index: attention for index, attention in attentions.items() if index not in skip_layers}
@@ -133,25 +150,35 @@ def _q_scale(source: Checkpoint, index: int, layer: LayerScales) -> torch.Tensor
     q_heads, scale = heads_of(source)[0], layer.q_scale
     if scale is None:
         raise UsageError(
-            f"layer {index} has no scale for queries, and vLLM's FlashAttention-3, FlashInfer and Triton quantize them with 1.0 in "
-            "silence; calibrate again with fp8attn_tools.calibrate"
+            f"layer {index} has no scale for queries, and vLLM's FlashAttention-3, FlashInfer and Triton quantize them "
+            f"with 1.0 in silence; calibrate again with fp8attn_tools.calibrate"
         )
     if scale.shape != (q_heads,):
-        raise UsageError(f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(scale.shape)}")
+        raise UsageError(
+            f"layer {index}: q_scale must be [{q_heads}], one for each query head; it is {list(scale.shape)}"
+        )
     return scale
 
 
 def _model_id(folder: Path) -> str:
-    """The model's name: the folder's, or in the cache of the Hugging Face Hub (`models--org--name/snapshots/...`) the repository's."""
+    """The model's name: the folder's, or in the cache of the Hugging Face Hub (`models--org--name/snapshots/...`) the
+    repository's.
+    """
     folder = folder.absolute()
     return folder.parent.parent.name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
 
 
 def _link(source: Checkpoint, folder: Path, changed: Collection[str]) -> None:
-    """Links to the files of the checkpoint, and copies of those that are `changed`; without config, index and other weights."""
+    """Links to the files of the checkpoint, and copies of those that are `changed`; without config, index and other
+    weights.
+    """
     named = {tensor.file for tensor in source.tensors.values()}
     for path in sorted(source.folder.iterdir()):
-        other = (path.suffix in _OTHER_WEIGHTS and path.name not in named) or path.name in _OTHER_FILES or path.name.startswith(".")
+        other = (
+            (path.suffix in _OTHER_WEIGHTS and path.name not in named)
+            or path.name in _OTHER_FILES
+            or path.name.startswith(".")
+        )
         if other or path.name in {CONFIG, INDEX}:
             continue
         new_path = folder / _RENAMED.get(path.name, path.name)
@@ -162,7 +189,9 @@ def _link(source: Checkpoint, folder: Path, changed: Collection[str]) -> None:
 
 
 def _index(source: Checkpoint, written: dict[str, torch.Tensor]) -> dict[str, Any]:
-    weight_map = {name: _RENAMED.get(tensor.file, tensor.file) for name, tensor in source.tensors.items()} | dict.fromkeys(written, SCALES)
+    weight_map = {
+        name: _RENAMED.get(tensor.file, tensor.file) for name, tensor in source.tensors.items()
+    } | dict.fromkeys(written, SCALES)
     files = {source.folder / tensor.file for tensor in source.tensors.values()}
     size = sum(file.stat().st_size for file in files) + 4 * sum(tensor.numel() for tensor in written.values())
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
@@ -173,7 +202,9 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name beside `target`, and rename it when it is complete. A run that fails leaves nothing."""
+    """Write a folder under a temporary name beside `target`, and rename it when it is complete. A run that fails leaves
+    nothing.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} exists; name a folder that does not, or remove it")
     draft = target.absolute().with_name(f".{target.name}-{os.getpid()}")
@@ -182,6 +213,8 @@ def _write_folder(target: Path, write: Callable[[Path], None]) -> None:
         write(draft)
         draft.replace(target)
     except OSError as error:
-        raise UsageError(f"cannot write {target} ({error.strerror}: {error.filename}); name a folder that you can write to") from error
+        raise UsageError(
+            f"cannot write {target} ({error.strerror}: {error.filename}); name a folder that you can write to"
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -21,11 +21,23 @@ from .failure import fail
 from .generate import generate
 from .options import MOST, MOST_TOKENS, Chunk, Context, Device, Json, KeyDtype, Model, RotateKeys, Text
 from .sensitivity import sensitivity
-from .shared import about, load, numbers, out, output, print_json, progress, read_text, sequence_length, sequences, served_config
+from .shared import (
+    about,
+    load,
+    numbers,
+    out,
+    output,
+    print_json,
+    progress,
+    read_text,
+    sequence_length,
+    sequences,
+    served_config,
+)
 
 BIASED = (  # `plan` of a model with biases
-    "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much; fp8attn doctor --model "
-    "names such layers"
+    "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much; "
+    "fp8attn doctor --model names such layers"
 )
 
 
@@ -65,7 +77,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
     """Options of `fp8attn` itself."""
@@ -77,21 +91,29 @@ app.command()(generate)
 @app.command()
 def calibrate(
     model: Model = None,
-    save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path("out/scales.safetensors"),
+    save: Annotated[Path, typer.Option("--out", help="The file to write (safetensors).")] = Path(
+        "out/scales.safetensors"
+    ),
     text: Text = None,
     context: Context = None,
-    count: Annotated[int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1, max=MOST)] = None,
+    count: Annotated[
+        int | None, typer.Option("--windows", help="Number of sequences. Default: 32,768 tokens.", min=1, max=MOST)
+    ] = None,
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
-    means: Annotated[bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")] = True,
+    means: Annotated[
+        bool, typer.Option(help="Means where K or V has an offset. Engines other than fp8attn subtract none.")
+    ] = True,
     chunk: Chunk = 32768,
     held_out: Annotated[
-        Path | None, typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero.")
+        Path | None,
+        typer.Option(help="Another text: report which of its values saturate, and which are rounded to zero."),
     ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean removes.
+    """Find static scales and means, what each layer loses in 8 bits, and the layers whose K has an offset that no mean
+    removes.
 
     The text's last tokens are used, in sequences of the model's context.
     """
@@ -105,7 +127,9 @@ def calibrate(
 
     config, tokenizer = served_config(model), load_tokenizer(model)
     length = sequence_length(config, device, context)
-    batches = sequences(tokenizer, passage, length, count, from_end=True)  # before the weights are loaded: a text may be too short
+    batches = sequences(
+        tokenizer, passage, length, count, from_end=True
+    )  # before the weights are loaded: a text may be too short
     others = None if other is None else sequences(tokenizer, other, length)
     loaded, _ = load(model, device)
     with progress("sequences") as tick:
@@ -122,7 +146,13 @@ def calibrate(
             {"layer": index, "k_sqnr_db": k, "v_sqnr_db": v, "k_offset": found.k_offsets.get(index)}
             for index, (k, v) in found.sqnr_db.items()
         ]
-        how = {"scales": str(save), "tokens": found.tokens, "method": found.method, "key_dtype": key_dtype, "rotate_keys": rotate_keys}
+        how = {
+            "scales": str(save),
+            "tokens": found.tokens,
+            "method": found.method,
+            "key_dtype": key_dtype,
+            "rotate_keys": rotate_keys,
+        }
         print_json({"meta": about(loaded), **how, "rows": rows, "report": None if covered is None else covered.rows()})
         return
     out.print(sensitivity_table(found))
@@ -140,7 +170,9 @@ app.command()(export)
 @app.command()
 def plan(
     model: Model = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1, max=MOST)] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Instead of a model: the number of its attention layers.", min=1, max=MOST)
+    ] = None,
     kv_heads: Annotated[int | None, typer.Option(help="With --layers: KV heads of a layer.", min=1, max=MOST)] = None,
     head_dim: Annotated[int | None, typer.Option(help="With --layers: the size of a head.", min=1, max=MOST)] = None,
     memory: Annotated[str, typer.Option(help="Memory of the device, such as 80GB or 24GiB.")] = "80GB",
@@ -174,7 +206,17 @@ def plan(
     fits = planning.plan(shape, size, weights=counted, context=context, batch=batch)
     note = BIASED if biases else None
     if as_json:
-        print_json({"memory": size, "weights": counted, "context": context, "batch": batch, "shape": shape, "rows": fits, "note": note})
+        print_json(
+            {
+                "memory": size,
+                "weights": counted,
+                "context": context,
+                "batch": batch,
+                "shape": shape,
+                "rows": fits,
+                "note": note,
+            }
+        )
         return
     table = Table(title=f"{planning.human(size)}, weights {planning.human(counted)} ({source})")
     columns = (
@@ -188,10 +230,19 @@ def plan(
         table.add_column(column, justify="left" if column == "cache" else "right")
     for fit in fits:
         taken = planning.human(fit.cache_bytes)
-        table.add_row(fit.cache.upper(), f"{fit.bytes_per_token:,.0f}", taken, f"{fit.longest_context:,}", f"{fit.largest_batch:,}")
+        table.add_row(
+            fit.cache.upper(),
+            f"{fit.bytes_per_token:,.0f}",
+            taken,
+            f"{fit.longest_context:,}",
+            f"{fit.largest_batch:,}",
+        )
     out.print(table)
     if shape.num_layers > shape.full_layers:
-        sliding = f"{len(shape.windows)} sliding layers have pages of their windows, {len(shape.windows_16_bit)} stay in 16 bits"
+        sliding = (
+            f"{len(shape.windows)} sliding layers have pages of their windows, {len(shape.windows_16_bit)} stay in 16 "
+            f"bits"
+        )
         out.print(f"{shape.full_layers} full layers; {sliding}; {shape.other_layers} layers have no cache of K and V")
     if note:
         out.print(note)
@@ -199,23 +250,34 @@ def plan(
 
 @app.command()
 def warmup(
-    model: Annotated[str | None, typer.Option(help="A model's folder, smollm2, or a Hugging Face id. Only its config is read.")] = None,
-    shape: Annotated[str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's folder, smollm2, or a Hugging Face id. Only its config is read.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of a model: query heads, KV heads and head_dim, such as 32,8,128.")
+    ] = None,
     device: Annotated[str, typer.Option(help="The GPU to compile for.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="The model's dtype: bfloat16 or float16.")] = "bfloat16",
     backend: Annotated[Literal["auto", "hopper", "triton"], typer.Option(help="The backend.")] = "auto",
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
     rotate_keys: RotateKeys = True,
     means: Annotated[bool, typer.Option(help="Also kernels with static means, for models with biases.")] = False,
-    static_scales: Annotated[bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")] = False,
+    static_scales: Annotated[
+        bool, typer.Option(help="Kernels for calibrated scales instead of the pages' own.")
+    ] = False,
     window: Annotated[bool, typer.Option(help="Also kernels with windows.")] = False,
     softcap: Annotated[bool, typer.Option(help="Attention has a softcap (read from a model's config).")] = False,
     sinks: Annotated[bool, typer.Option(help="Attention has sinks (read from a model's config).")] = False,
     exact: Annotated[bool, typer.Option(help="Exact attention (exact=True of a cache) instead of the other.")] = False,
-    batch_invariant: Annotated[bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")] = False,
-    target: Annotated[str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Kernels that are compiled at the same time. Default: one for each core.", min=1, max=1024)
+        int | None,
+        typer.Option(help="Kernels that are compiled at the same time. Default: one for each core.", min=1, max=1024),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -243,7 +305,8 @@ def warmup(
     begun = time.monotonic()
     with progress("kernels") as tick:
         kernels = run(
-            **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, means=means,
+            **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
+            means=means,
             static_scales=static_scales, attention=options, target=target, threads=threads, progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
@@ -256,9 +319,14 @@ def warmup(
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Option(help="Whether fp8attn can serve this model, and how hard its K is to store: a folder, smollm2, or an id.")
+        str | None,
+        typer.Option(
+            help="Whether fp8attn can serve this model, and how hard its K is to store: a folder, smollm2, or an id."
+        ),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")] = True,
+    measure: Annotated[
+        bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
@@ -285,7 +353,9 @@ def demo(
     save: Annotated[Path, typer.Option("--out", help="Folder for demo.json and needle.png.")] = Path("out"),
     device: Device = None,
 ) -> None:
-    """What an 8-bit cache saves and costs: an answer, perplexity and needles through each cache. One to two minutes without a GPU."""
+    """What an 8-bit cache saves and costs: an answer, perplexity and needles through each cache. One to two minutes
+    without a GPU.
+    """
     from .demo import run
 
     run(save, device)

@@ -34,8 +34,8 @@ LENGTHS = (512, 1024, 2048)  # tokens of the needles' prompts
 def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]:
     """Answer, measure and retrieve. Print tables, and write `demo.json` and `needle.png` into `folder`.
 
-    `model` answers and is measured. The committed model finds the needles, because it is trained for that. If one of them is missing, the
-    other does both.
+    `model` answers and is measured. The committed model finds the needles, because it is trained for that. If one of
+    them is missing, the other does both.
     """
     began = time.monotonic()
     write_results, write_plot = (output(folder / file) for file in ("demo.json", "needle.png"))
@@ -60,7 +60,9 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
     out.print(perplexity_table(rows))
 
     finder, words = (
-        (loaded, tokenizer) if committed is None or str(committed) == loaded.config.name_or_path else load(str(committed), device)
+        (loaded, tokenizer)
+        if committed is None or str(committed) == loaded.config.name_or_path
+        else load(str(committed), device)
     )
     out.rule(f"3. {_name(finder)} finds needles in a haystack of Python code", align="left")
     questions = list(recall_samples(words, text, lengths=LENGTHS, samples=1, seed=2026))
@@ -82,7 +84,9 @@ def run(folder: Path, device: str | None, model: str = PUBLIC) -> dict[str, Any]
         "needle_cells_equal": same_outcomes(outcomes, "bf16", "fp8"),
         "seconds": time.monotonic() - began,
     }
-    write_results(lambda path: write_json(path, {**results, "meta": about(loaded), "perplexity": rows, "needle": cells(outcomes)}))
+    write_results(
+        lambda path: write_json(path, {**results, "meta": about(loaded), "perplexity": rows, "needle": cells(outcomes)})
+    )
     out.rule("What the cache saves, and what it costs", align="left")
     out.print(gain(name, rows), markup=False, highlight=False)
     out.print(f"{folder}/demo.json, {folder}/needle.png; {results['seconds']:.0f} s")
@@ -103,8 +107,9 @@ def gain(name: str, rows: list[Perplexity]) -> str:
     ours, casts = fp8.ppl / bf16.ppl - 1, cast.ppl / bf16.ppl - 1
     shown = "less" if (abs(ours) < abs(casts)) == (times >= 1) else "nothing"
     return (
-        f"With {memory:.1%} of the memory of BF16, fp8attn changes the predictions of {name} {change} than a plain cast to FP8 does: "
-        f"the KL divergence from BF16's predictions is {fp8.kl:.1e} instead of {cast.kl:.1e} nats per token.\n"
+        f"With {memory:.1%} of the memory of BF16, fp8attn changes the predictions of {name} {change} than a plain "
+        f"cast to FP8 does: the KL divergence from BF16's predictions is {fp8.kl:.1e} instead of {cast.kl:.1e} nats "
+        f"per token.\n"
         f"Perplexity shows {shown} of this ({ours:+.2%} and {casts:+.2%}), because changes that help and "
         "changes that hurt cancel in it."
     )
@@ -117,11 +122,17 @@ def _name(model: Any) -> str:
 def _answer(model: Any, tokenizer: Any) -> tuple[str, list[list[int]]]:
     """The prompt, and the tokens of BF16's and of FP8's answer, up to its end."""
     prompt = QUESTION if tokenizer.chat_template else PROMPT
-    ids, end, answers = encode(tokenizer, prompt, bool(tokenizer.chat_template))["input_ids"].to(model.device), tokenizer.eos_token_id, []
+    ids, end, answers = (
+        encode(tokenizer, prompt, bool(tokenizer.chat_template))["input_ids"].to(model.device),
+        tokenizer.eos_token_id,
+        [],
+    )
     with progress("answering") as tick:
         for number, make in enumerate(makers(dict.fromkeys(("bf16", "fp8")), model).values(), 1):
             cache = make()
-            new, _ = decode_greedily(model, prefill(model, ids, cache), cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end))
+            new, _ = decode_greedily(
+                model, prefill(model, ids, cache), cache, ANSWER, done=lambda ids: bool(ids[0, -1] == end)
+            )
             answers.append(list(takewhile(lambda token: token != end, new[0].tolist())))
             tick(number, 2)
     return prompt, answers

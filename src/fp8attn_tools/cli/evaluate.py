@@ -12,7 +12,8 @@ from fp8attn.errors import UsageError
 from . import options, shared
 
 evaluate = typer.Typer(
-    help="Compare caches on identical tokens: all evaluations but drift with --report, or one of them.", invoke_without_command=True
+    help="Compare caches on identical tokens: all evaluations but drift with --report, or one of them.",
+    invoke_without_command=True,
 )
 
 
@@ -26,10 +27,15 @@ def evaluate_all(
     cache: options.CacheChoice = "both",
     scales: options.Scales = None,
     text: options.Text = None,
-    context: Annotated[int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=options.MOST_TOKENS)] = 4096,
+    context: Annotated[
+        int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=options.MOST_TOKENS)
+    ] = 4096,
     count: options.Windows = 2,
     decode: Annotated[
-        int, typer.Option(help="Last tokens of the first window that are also decoded one at a time.", min=1, max=options.MOST_TOKENS)
+        int,
+        typer.Option(
+            help="Last tokens of the first window that are also decoded one at a time.", min=1, max=options.MOST_TOKENS
+        ),
     ] = 128,
     task: options.Tasks = "recall",
     lengths: options.Lengths = "512,1024,2048,4096",
@@ -40,10 +46,14 @@ def evaluate_all(
     if context_.invoked_subcommand is not None:
         return
     if report is None:
-        raise UsageError("choose --report FOLDER, or one evaluation: perplexity, needle, drift (fp8attn evaluate --help)")
+        raise UsageError(
+            "choose --report FOLDER, or one evaluation: perplexity, needle, drift (fp8attn evaluate --help)"
+        )
     if decode > context:
         raise UsageError(f"--decode {decode} must not exceed --context {context}")
-    write_html, write_report, write_outcomes = (shared.output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl"))
+    write_html, write_report, write_outcomes = (
+        shared.output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl")
+    )
     from ..evaluation.outcomes import save_outcomes
     from ..evaluation.perplexity import perplexity
     from ..evaluation.record import write_json
@@ -60,7 +70,9 @@ def evaluate_all(
     for what, decoded in (("prefill in chunks", 0), ("token by token", decode)):
         with shared.progress(f"tokens, {what}") as tick:
             part = tokens[:1] if decoded else tokens
-            runs.append(perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick))
+            runs.append(
+                perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick)
+            )
         shared.out.print(perplexity_table(runs[-1]))
     outcomes = shared.ask_all("questions", loaded, tokenizer, questions, caches, chunk=chunk)
     shared.out.print(*accuracy_tables(outcomes))
@@ -81,7 +93,10 @@ def perplexity(
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=options.MOST_TOKENS)] = 2048,
     count: options.Windows = 8,
     decode: Annotated[
-        int, typer.Option(help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=options.MOST_TOKENS)
+        int,
+        typer.Option(
+            help="Predict only this many last tokens, one at a time. 0: all, in chunks.", min=0, max=options.MOST_TOKENS
+        ),
     ] = 0,
     chunk: options.Chunk = 512,
     device: options.Device = None,
@@ -111,8 +126,12 @@ def needle(
     text: options.Text = None,
     lengths: options.Lengths = "512,1024,2048,4096",
     samples: options.Samples = 2,
-    depths: Annotated[str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")] = "0,0.25,0.5,0.75,1",
-    distractors: Annotated[int, typer.Option(help="recall: other pairs in each prompt.", min=0, max=options.MOST_SAMPLES)] = 3,
+    depths: Annotated[
+        str, typer.Option(help="recall: positions of the needle: 0 is the start, 1 the end.")
+    ] = "0,0.25,0.5,0.75,1",
+    distractors: Annotated[
+        int, typer.Option(help="recall: other pairs in each prompt.", min=0, max=options.MOST_SAMPLES)
+    ] = 3,
     seed: options.Seed = 0,
     plot: Annotated[Path | None, typer.Option(help="Write heat maps to this file (.png, .svg, .pdf).")] = None,
     save: Annotated[Path | None, typer.Option("--out", help="Write every answer to this file, as JSON lines.")] = None,
@@ -120,7 +139,9 @@ def needle(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Ask for sentences hidden at each length and depth, greedily. All caches get the same samples, and are compared in pairs."""
+    """Ask for sentences hidden at each length and depth, greedily. All caches get the same samples, and are compared in
+    pairs.
+    """
     if plot:
         from . import plots
 
@@ -135,7 +156,9 @@ def needle(
     chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
     loaded, tokenizer = shared.load(model, device)
     caches = shared.makers(chosen, loaded)
-    questions = shared.needle_samples(tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed)
+    questions = shared.needle_samples(
+        tasks, tokenizer, passage, **grid, samples=samples, distractors=distractors, seed=seed
+    )
     outcomes = shared.ask_all("answers", loaded, tokenizer, questions, caches, chunk=chunk)
     first, *others = caches
     heading = f"Needle in a haystack: {Path(loaded.config._name_or_path).name}"
@@ -146,7 +169,13 @@ def needle(
         equal = {name: same_outcomes(outcomes, first, name) for name in others}
         pairs = [compare(outcomes, first, name) for name in others]
         shared.print_json(
-            {"meta": shared.about(loaded), "scores": scores, "equal_to_first": equal, "paired": pairs, "rows": cells(outcomes)}
+            {
+                "meta": shared.about(loaded),
+                "scores": scores,
+                "equal_to_first": equal,
+                "paired": pairs,
+                "rows": cells(outcomes),
+            }
         )
         return
     shared.out.print(needle_table(outcomes))
@@ -160,8 +189,12 @@ def drift(
     scales: options.Scales = None,
     text: options.Text = None,
     prompt: Annotated[int, typer.Option(help="Tokens that are prefilled.", min=1, max=options.MOST_TOKENS)] = 1024,
-    decode: Annotated[int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2, max=options.MOST_TOKENS)] = 512,
-    segment: Annotated[int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=options.MOST_TOKENS)] = 64,
+    decode: Annotated[
+        int, typer.Option(help="Tokens that are then decoded, one at a time.", min=2, max=options.MOST_TOKENS)
+    ] = 512,
+    segment: Annotated[
+        int, typer.Option(help="Tokens between two operations on the cache.", min=2, max=options.MOST_TOKENS)
+    ] = 64,
     batch: Annotated[int, typer.Option(help="Sequences in a batch.", min=1, max=options.MOST)] = 2,
     chunk: options.Chunk = 512,
     device: options.Device = None,

@@ -19,7 +19,8 @@ def generate(
     cache: CacheChoice = "fp8",
     scales: Scales = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Tokens to generate, at most; never more than the model's context.", min=1, max=MOST_TOKENS)
+        int,
+        typer.Option(help="Tokens to generate, at most; never more than the model's context.", min=1, max=MOST_TOKENS),
     ] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy.")] = 0.0,
     seed: Seed = 0,
@@ -71,14 +72,26 @@ def generate(
         new = ids[0, inputs["input_ids"].shape[1] :].tolist()
         at_end = len(new) == count < max_new_tokens
         size = getattr(made, "nbytes", None)
-        rows.append({"cache": name, "text": tokenizer.decode(new), "tokens": new, "cache_bytes": size, "context_is_full": at_end})
+        rows.append(
+            {
+                "cache": name,
+                "text": tokenizer.decode(new),
+                "tokens": new,
+                "cache_bytes": size,
+                "context_is_full": at_end,
+            }
+        )
         if as_json:
             continue
         if at_end:
-            out.print(f"[dim]stopped after {count} tokens: the model's context is full ({context_of(loaded.config, MOST_TOKENS):,} tokens)")
+            out.print(
+                f"[dim]stopped after {count} tokens: the model's context is full "
+                f"({context_of(loaded.config, MOST_TOKENS):,} tokens)"
+            )
         if size is not None:
             out.print(
-                f"[dim]the cache holds {size:,} bytes{f' in whole pages of {PAGE_SIZE} tokens' if hasattr(made, 'fp8_layers') else ''}"
+                f"[dim]the cache holds {size:,} "
+                f"bytes{f' in whole pages of {PAGE_SIZE} tokens' if hasattr(made, 'fp8_layers') else ''}"
             )
     same = all(row["tokens"] == rows[0]["tokens"] for row in rows)
     if as_json:
@@ -97,5 +110,7 @@ def room(config: Any, prompt: int, wanted: int) -> int:
 
     longest = context_of(config, MOST_TOKENS)
     if prompt >= longest:
-        raise UsageError(f"the prompt has {prompt:,} tokens, and the model's context is {longest:,}: shorten the prompt")
+        raise UsageError(
+            f"the prompt has {prompt:,} tokens, and the model's context is {longest:,}: shorten the prompt"
+        )
     return min(wanted, longest - prompt)

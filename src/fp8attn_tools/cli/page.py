@@ -1,4 +1,6 @@
-"""The results of evaluations as one HTML page that needs no other file: the tables of the terminal, pictures, environment."""
+"""The results of evaluations as one HTML page that needs no other file: the tables of the terminal, pictures,
+environment.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from ..evaluation.perplexity import Perplexity
 from .plots import needle_maps, position_curves, svg
 from .tables import accuracy_tables, discordant_table, environment_table, perplexity_table, positions_table
 
-STYLE = "body { font-family: sans-serif; max-width: 80rem; margin: 2rem auto; } pre { overflow-x: auto; } svg { max-width: 100%; }"
+STYLE = (
+    "body { font-family: sans-serif; max-width: 80rem; margin: 2rem auto; } pre { overflow-x: auto; } svg { max-width: "
+    "100%; }"
+)
 WIDTH = 140  # characters of a table, at most
 
 
@@ -29,23 +34,27 @@ def page(meta: dict[str, Any], perplexities: Sequence[Sequence[Perplexity]], out
     title = f"{escape(str(meta['model']))} through its caches"
     parts = [
         f"<h1>{title}</h1>",
-        "<p>The same tokens through each cache, with all keys and values read from it. Differences are from the first cache; ± is the "
-        "standard error of a difference in loss.</p>",
+        "<p>The same tokens through each cache, with all keys and values read from it. Differences are from the first "
+        "cache; ± is the standard error of a difference in loss.</p>",
     ]
     for rows in perplexities:
         parts.append(_html(perplexity_table(rows)))
         if len(rows[0].positions) > 1:
             parts += [svg(position_curves(rows)), _html(positions_table(rows))]
     parts.append(
-        "<p>A sample is right if the continuation contains every answer. Intervals are 95%: Wilson's for shares, Newcombe's for paired "
-        "differences. Lost and won count the samples that only the first cache, or only this one, had right. p: McNemar's exact test.</p>"
+        "<p>A sample is right if the continuation contains every answer. Intervals are 95%: Wilson's for shares, "
+        "Newcombe's for paired differences. Lost and won count the samples that only the first cache, or only this "
+        "one, had right. p: McNemar's exact test.</p>"
     )
     for table, task in zip(accuracy_tables(outcomes), dict.fromkeys(outcome.task for outcome in outcomes), strict=True):
         of_task = [outcome for outcome in outcomes if outcome.task == task]
         picture = needle_maps(of_task, heading=f"{task}: right answers by length and depth")
         parts += [_html(table), svg(picture), _html(discordant_table(of_task))]
     parts.append(_html(environment_table(meta)))
-    head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title><style>{STYLE}</style>"
+    head = (
+        f"<meta charset=utf-8><meta name=viewport "
+        f"content='width=device-width'><title>{title}</title><style>{STYLE}</style>"
+    )
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 

@@ -23,7 +23,9 @@ COLORS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
-    """One heat map for each cache: length across, depth down, each cell with its mean score. Maps fill the width of a page."""
+    """One heat map for each cache: length across, depth down, each cell with its mean score. Maps fill the width of a
+    page.
+    """
     found = cells(outcomes)
     caches = list(dict.fromkeys(cell.cache for cell in found))
     lengths, depths = sorted({cell.length for cell in found}), sorted({cell.depth for cell in found})
@@ -59,7 +61,9 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
         axis.set_xlabel("context (tokens)")
     for axis in axes[:, 0]:
         axis.set_ylabel("needle's depth")
-    bar = figure.colorbar(image, ax=axes, shrink=0.9 / lines, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}")
+    bar = figure.colorbar(
+        image, ax=axes, shrink=0.9 / lines, pad=0.02, ticks=[0, 0.5, 1], format=lambda share, _: f"{share:.0%}"
+    )
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0)
     bar.set_label("right answers")

@@ -21,25 +21,34 @@ NAMES = ", ".join(name for name in CACHES if name not in UNIFORM)
 def sensitivity(
     model: Model = None,
     max_kl: Annotated[
-        float | None, typer.Option(min=0, help="Leave as few layers in 16 bits as this KL divergence allows, in nats per token.")
+        float | None,
+        typer.Option(min=0, help="Leave as few layers in 16 bits as this KL divergence allows, in nats per token."),
     ] = None,
     max_bytes: Annotated[
         float | None,
-        typer.Option(min=0, help="Leave the best layers in 16 bits that fit into so many bytes per token (fp8attn plan shows them)."),
+        typer.Option(
+            min=0,
+            help="Leave the best layers in 16 bits that fit into so many bytes per token (fp8attn plan shows them).",
+        ),
     ] = None,
     text: Text = None,
     context: Annotated[int, typer.Option(help="Tokens of a window.", min=1, max=MOST_TOKENS)] = 1024,
     count: Annotated[
         int,
         typer.Option(
-            "--windows", help="Windows, from the start of the text. With a budget, as many again check the choice.", min=1, max=MOST
+            "--windows",
+            help="Windows, from the start of the text. With a budget, as many again check the choice.",
+            min=1,
+            max=MOST,
         ),
     ] = 1,
     cache: Annotated[str, typer.Option(help=f"The cache to measure: one of {NAMES}.")] = "fp8",
     scales: Scales = None,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"],
-        typer.Option(help="The model's. In 16 bits, rounding alone changes predictions by more than 8 bits do in most layers."),
+        typer.Option(
+            help="The model's. In 16 bits, rounding alone changes predictions by more than 8 bits do in most layers."
+        ),
     ] = "float32",
     chunk: Chunk = 512,
     save: Annotated[Path | None, typer.Option("--out", help="Write the report to this file, as JSON.")] = None,
@@ -86,13 +95,17 @@ def sensitivity(
         checked = [dict(zip(("kl", "standard_error"), pair, strict=True)) for pair in others]
         found = {
             "skip_layers": chosen, "kl": report.kl(chosen), "bytes_per_token": report.bytes_per_token(chosen),
-            "other_tokens": dict(zip(("all_in_8_bits", "chosen"), checked, strict=True)), "vllm": study.vllm_arguments(report, chosen),
+            "other_tokens": dict(zip(("all_in_8_bits", "chosen"), checked, strict=True)),
+            "vllm": study.vllm_arguments(report, chosen),
         }  # fmt: skip
     if as_json:
         print_json({"meta": about(loaded), "report": report, "choice": found or None})
     elif found:
         (everything, _), (kept, error) = others
-        out.print(f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e}{margin(error, '.0e')} (all in 8 bits {everything:.2e})")
+        out.print(
+            f"KL {found['kl']:.2e} nats per token; on other tokens {kept:.2e}{margin(error, '.0e')} (all in 8 bits "
+            f"{everything:.2e})"
+        )
         out.print(f"{found['bytes_per_token']:,.0f} bytes per token")
         lines = {"FP8Cache": f"skip_layers={chosen}", "AttentionPolicy": f"skip={chosen}", "vllm serve": found["vllm"]}
         for what, how in lines.items():

@@ -33,13 +33,15 @@ TOKENS = 32768  # of a text that calibration uses, if no number is given
 
 
 def output(path: Path | None) -> Callable[[Callable[[Path], object]], object]:
-    """Open a file that a command writes at its end. Called before a long run begins, so that a wrong path loses no results.
+    """Open a file that a command writes at its end. Called before a long run begins, so that a wrong path loses no
+    results.
 
     Args:
-        path: the file; the folders above it are made when it is written. None: the command has no such file, and nothing is written.
+        path: the file; the folders above it are made when it is written. None: the command has no such file, and
+            nothing is written.
     Returns:
-        A function `write(save)`. It calls `save` with a temporary path of the same suffix, and then moves the complete file to `path`. A
-        run that fails creates no file and changes none.
+        A function `write(save)`. It calls `save` with a temporary path of the same suffix, and then moves the complete
+        file to `path`. A run that fails creates no file and changes none.
     Raises:
         UsageError: the file cannot be written.
     """
@@ -99,14 +101,17 @@ def served_config(model: str | None) -> Any:
 
 
 def choose(choice: str, scales: Path | None) -> dict[str, KVScales | None]:
-    """The names of the caches in `choice`, each with its scales or None. Needs no model, so a wrong name or file fails at once."""
+    """The names of the caches in `choice`, each with its scales or None. Needs no model, so a wrong name or file fails
+    at once.
+    """
     from fp8attn.scales import KVScales
 
     from ..evaluation.caches import cache_names
 
     if scales and not scales.is_file():
         raise UsageError(
-            f"--scales {scales} is {'a folder' if scales.is_dir() else 'no such file'}; fp8attn calibrate writes a file of scales"
+            f"--scales {scales} is {'a folder' if scales.is_dir() else 'no such file'}; fp8attn calibrate writes a "
+            f"file of scales"
         )
     loaded = KVScales.load(scales) if scales else None
     names = cache_names(choice, loaded)
@@ -127,7 +132,9 @@ def makers(chosen: Mapping[str, KVScales | None], model: Any, max_cache_len: int
 
     if not chosen.keys().isdisjoint({*FORMATS, "fp8-static"}) and (reason := unsupported_reason(model.config)):
         raise UsageError(reason)
-    return {name: cache_factory(name, model, scales=scales, max_cache_len=max_cache_len) for name, scales in chosen.items()}
+    return {
+        name: cache_factory(name, model, scales=scales, max_cache_len=max_cache_len) for name, scales in chosen.items()
+    }
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
@@ -136,7 +143,9 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
         if not tokenizer.chat_template:
             raise UsageError("this model's tokenizer has no chat template; leave out --chat")
         messages = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if not inputs["input_ids"].numel():
         raise UsageError(f"the prompt {prompt!r} has no tokens; give some text to continue")
@@ -158,7 +167,9 @@ def windows(tokenizer: Any, text: str, length: int, count: int) -> Any:
 
 
 def sequence_length(config: Any, device: str | None, length: int | None) -> int:
-    """`length`; for None, the model's context (`context_of`), on a CPU at most 4,096 tokens, because attention takes minutes there."""
+    """`length`; for None, the model's context (`context_of`), on a CPU at most 4,096 tokens, because attention takes
+    minutes there.
+    """
     from ..calibration.pack import context_of
     from ..evaluation.models import usable_device
 
@@ -250,12 +261,21 @@ def ask_all(
 
 @contextmanager
 def progress(what: str) -> Iterator[Tick]:
-    """Progress on stderr, driven by calls with (done, total): a bar in a terminal, elsewhere a line from time to time."""
+    """Progress on stderr, driven by calls with (done, total):
+    a bar in a terminal, elsewhere a line from time to time.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(what)
         return
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -45,7 +45,11 @@ def positions_table(rows: Sequence[Perplexity]) -> Table:
     """One row for each range of positions: the first cache's loss, and what the others' predictions differ by."""
     table = _table(f"By position: loss of {title(rows[0].cache)}, and differences from it")
     table.add_column("position")
-    for column in ("tokens", "loss", *(f"{title(row.cache)}\n{what}" for row in rows[1:] for what in ("loss", "KL", "same top-1"))):
+    for column in (
+        "tokens",
+        "loss",
+        *(f"{title(row.cache)}\n{what}" for row in rows[1:] for what in ("loss", "KL", "same top-1")),
+    ):
         table.add_column(column, justify="right")
     for first, *others in zip(*(row.positions for row in rows), strict=True):
         cells = [f"{first.start:,} to {first.stop:,}", f"{first.tokens:,}", f"{first.nll:.4f}"]
@@ -57,7 +61,9 @@ def positions_table(rows: Sequence[Perplexity]) -> Table:
 
 
 def sensitivity_table(scales: KVScales) -> Table:
-    """One row for each layer: SQNR of K and V in dB, and the largest stored magnitude that the scale of any head can represent."""
+    """One row for each layer: SQNR of K and V in dB, and the largest stored magnitude that the scale of any head can
+    represent.
+    """
     keys = f"keys in {scales.key_dtype.upper()}{', rotated' if scales.rotate_keys else ''}"
     table = _table(f"What 8 bits keep of K and V: {keys}, {scales.method}, {scales.tokens} tokens")
     for column in ("layer", "K SQNR (dB)", "V SQNR (dB)", "K up to", "V up to"):
@@ -70,7 +76,9 @@ def sensitivity_table(scales: KVScales) -> Table:
 
 
 def layers_table(report: Sensitivity) -> Table:
-    """One row for each layer, the most sensitive first: what it costs alone, and the model with all layers down to this row in 16 bits."""
+    """One row for each layer, the most sensitive first: what it costs alone, and the model with all layers down to this
+    row in 16 bits.
+    """
     table = _table(f"What 8 bits cost in each layer: {report.cache}, {report.tokens} tokens, {report.dtype}")
     for column in ("layer", "KL alone,\nnats", "KL left with 16 bits\nfrom the top to here", "bytes/\ntoken"):
         table.add_column(column, justify="right")
@@ -91,9 +99,13 @@ def coverage_table(report: ScalesReport, count: int = 8) -> Table:
     for tensor in report.tensors:
         shares = (_share(float(report.map(tensor, what).mean())) for what in ("saturated", "underflow"))
         table.add_row(tensor.upper(), "all", "all", *shares, end_section=tensor == report.tensors[-1])
-    heads = dict.fromkeys(head for what in ("saturated", "underflow") for head in report.worst(count, what) if getattr(head, what))
+    heads = dict.fromkeys(
+        head for what in ("saturated", "underflow") for head in report.worst(count, what) if getattr(head, what)
+    )
     for head in heads:
-        table.add_row(head.tensor.upper(), str(head.layer), str(head.head), _share(head.saturated), _share(head.underflow))
+        table.add_row(
+            head.tensor.upper(), str(head.layer), str(head.head), _share(head.saturated), _share(head.underflow)
+        )
     return table
 
 
@@ -118,8 +130,8 @@ def needle_table(outcomes: Sequence[Outcome]) -> Table:
 def accuracy_tables(outcomes: Sequence[Outcome]) -> list[Table]:
     """For each task, one row for each length and cache.
 
-    Right samples have Wilson's interval, the difference from the first cache Newcombe's. Lost and won are the samples that only the first
-    cache, and only this one, had right; p is McNemar's exact test.
+    Right samples have Wilson's interval, the difference from the first cache Newcombe's. Lost and won are the samples
+    that only the first cache, and only this one, had right; p is McNemar's exact test.
     """
     caches = list(dict.fromkeys(outcome.cache for outcome in outcomes))
     tables = []
@@ -148,7 +160,9 @@ def discordant_table(outcomes: Sequence[Outcome]) -> Table:
     """The samples that only one of the first cache and another had right, and what both said."""
     differing = discordant(outcomes)
     table = _table(f"Discordant samples: {len(differing) or 'none'}")
-    for column in ("task", "length", "sample", "depth", "answer", "cache", "said", "cache", "said") if differing else ():
+    for column in (
+        ("task", "length", "sample", "depth", "answer", "cache", "said", "cache", "said") if differing else ()
+    ):
         table.add_column(column)
     for a, b in differing:
         said = (title(a.cache), a.text.strip(), title(b.cache), b.text.strip())
@@ -184,7 +198,14 @@ def margin(standard_error: float, form: str) -> str:
 
 def _table(heading: str) -> Table:
     """An empty table that fits into 80 columns."""
-    return Table(title=heading, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, min_width=min(80, len(heading)))
+    return Table(
+        title=heading,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        min_width=min(80, len(heading)),
+    )
 
 
 def _share(value: float) -> str:

@@ -6,9 +6,18 @@ import json
 from collections import Counter
 from pathlib import Path
 
-MEASURED: dict[tuple[int, ...], tuple[int, ...]] = {(3, 6): (12, 8), (3, 9): (13, 4)}  # by Triton, the ptxas with which it was measured
+MEASURED: dict[tuple[int, ...], tuple[int, ...]] = {
+    (3, 6): (12, 8),
+    (3, 9): (13, 4),
+}  # by Triton, the ptxas with which it was measured
 COPIES = (3, 9)  # the first Triton whose copies of wgmma's operands cost time
-SLOWER = {(3, 8): "attention of prompts takes 5 to 10% longer with it than with Triton 3.6 (head_dim 128), and its loop has a barrier more"}
+SLOWER = {
+    (
+        3,
+        8,
+    ): "attention of prompts takes 5 to 10% longer with it than with Triton 3.6 (head_dim 128), and its loop has a "
+    "barrier more"
+}
 
 
 def compiler() -> tuple[str, str]:
@@ -21,7 +30,10 @@ def compiler() -> tuple[str, str]:
     try:
         ptxas = ptxas_release(ptxas_version(HOPPER))
     except (OSError, RuntimeError) as problem:
-        return "no", f"Triton {triton.__version__} finds no ptxas, so kernels for NVIDIA GPUs cannot be compiled: {problem}"
+        return (
+            "no",
+            f"Triton {triton.__version__} finds no ptxas, so kernels for NVIDIA GPUs cannot be compiled: {problem}",
+        )
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     return judge(release, ptxas, kept_copies())
 
@@ -38,7 +50,9 @@ def judge(release: tuple[int, ...], ptxas: tuple[int, ...], kept: dict[str, int]
     name = f"Triton {dotted(release)}, ptxas {dotted(ptxas)}"
     said = []
     if ptxas < SAFE_PTXAS:
-        said.append(f"ptxas before {dotted(SAFE_PTXAS)} can overwrite operands of running products (triton-lang/triton#9433)")
+        said.append(
+            f"ptxas before {dotted(SAFE_PTXAS)} can overwrite operands of running products (triton-lang/triton#9433)"
+        )
         if MEASURED.get(release) == ptxas:
             said[-1] += "; fp8attn's kernels were searched for this, and have none"
     if release >= COPIES and ptxas < SAFE_PTXAS:
@@ -49,7 +63,9 @@ def judge(release: tuple[int, ...], ptxas: tuple[int, ...], kept: dict[str, int]
         cost = ", and are slower, up to 45%" if release >= COPIES else ""
         said.append(f"{count} compiled prefill kernels have copies of their operands{cost}: {reason}")
     if release not in MEASURED:
-        said.append(f"measured were {' and '.join(f'Triton {dotted(a)} with ptxas {dotted(b)}' for a, b in MEASURED.items())}")
+        said.append(
+            f"measured were {' and '.join(f'Triton {dotted(a)} with ptxas {dotted(b)}' for a, b in MEASURED.items())}"
+        )
     known = MEASURED.get(release) == ptxas and not kept
     return "ok" if known else "warn", ": ".join([name, "; ".join(said)]) if said else name
 
@@ -59,7 +75,9 @@ def dotted(version: tuple[int, ...]) -> str:
 
 
 def kept_copies() -> dict[str, int]:
-    """How many prefill kernels in Triton's cache on disk have copies of operands, by the reason (`kernels/operands.py`)."""
+    """How many prefill kernels in Triton's cache on disk have copies of operands, by the reason
+    (`kernels/operands.py`).
+    """
     from triton import knobs
 
     from fp8attn.kernels.operands import DIRECT, NOTE

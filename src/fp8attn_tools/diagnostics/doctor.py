@@ -1,4 +1,6 @@
-"""Reports what this machine can run, why it cannot run the rest, and whether a model's K and V are hard to store in 8 bits."""
+"""Reports what this machine can run, why it cannot run the rest, and whether a model's K and V are hard to store in 8
+bits.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Check:
 
     Attributes:
         name: what was checked.
-        status: `"ok"`, `"warn"` (it works, with a limit that the detail explains), `"no"` (it cannot be used here) or `"info"`.
+        status: `"ok"`, `"warn"` (it works, with a limit that the detail explains), `"no"` (it cannot be used here) or
+            `"info"`.
         detail: a version, or a reason and what to do about it.
     """
 
@@ -49,8 +52,8 @@ def diagnose(measure: bool = True) -> list[Check]:
     """Check versions and devices, whether each backend runs on each device, and how exactly the FP8 kernels sum.
 
     Args:
-        measure: run the installed FP8 kernels, FlashAttention-3's builds among them, on the first Hopper GPU (`accumulation`). This takes
-            milliseconds, plus the time to compile and load. Nothing else starts a kernel.
+        measure: run the installed FP8 kernels, FlashAttention-3's builds among them, on the first Hopper GPU
+            (`accumulation`). This takes milliseconds, plus the time to compile and load. Nothing else starts a kernel.
     """
     versions = {"fp8attn": fp8attn.__version__, "python": platform.python_version(), "torch": torch.__version__}
     checks = [Check(name, "info", version) for name, version in versions.items()]
@@ -93,8 +96,8 @@ def served(config: Any) -> Check:
 def examine(model: Any) -> list[Check]:
     """Check what the biases of a transformers model do to its K and V in 8 bits.
 
-    Names the layers that `FP8Cache` gives static means, the layers whose K has an offset that no constant removes, and those of them that
-    lose accuracy with INT8 keys.
+    Names the layers that `FP8Cache` gives static means, the layers whose K has an offset that no constant removes, and
+    those of them that lose accuracy with INT8 keys.
     """
     from fp8attn.integrations.transformers.biases import layer_biases
 
@@ -106,16 +109,17 @@ def examine(model: Any) -> list[Check]:
     ]
     if unread := [index for index, found in biases.items() if found.unread]:
         detail = (
-            f"layers {ranges(unread)}: cannot be read from the weights, so these layers get no static means; fp8attn calibrate finds them"
+            f"layers {ranges(unread)}: cannot be read from the weights, so these layers get no static means; fp8attn "
+            f"calibrate finds them"
         )
         checks.append(Check("biases of K and V", "warn", detail))
     checks += offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})
     if steps := {index: found.k_step for index, found in biases.items() if found.loses}:
         worst = max(steps, key=lambda layer: steps[layer])
         detail = (
-            f"layers {ranges(steps)}: the offset makes the step of INT8 keys up to {steps[worst]:.0f} times as large (layer {worst}). "
-            f"FP8Cache keeps them in 16 bits, as skip_layers={sorted(steps)} does, unless skip_layers says otherwise; vLLM and SGLang "
-            "cannot"
+            f"layers {ranges(steps)}: the offset makes the step of INT8 keys up to {steps[worst]:.0f} times as large "
+            f"(layer {worst}). FP8Cache keeps them in 16 bits, as skip_layers={sorted(steps)} does, unless skip_layers "
+            f"says otherwise; vLLM and SGLang cannot"
         )
         checks.append(Check("steps of INT8 keys", "warn", detail))
     if not checks:
@@ -133,8 +137,9 @@ def offset_checks(offsets: Mapping[int, float]) -> list[Check]:
         return []
     worst = max(offsets, key=lambda layer: offsets[layer])
     detail = (
-        f"layers {ranges(offsets)}: RoPE rotates an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), so no static mean "
-        f"removes it. INT8 keys lose least. fp8attn sensitivity measures what a layer loses; skip_layers keeps it in 16 bits"
+        f"layers {ranges(offsets)}: RoPE rotates an offset of up to {offsets[worst]:.0f} deviations (layer {worst}), "
+        f"so no static mean removes it. INT8 keys lose least. fp8attn sensitivity measures what a layer loses; "
+        f"skip_layers keeps it in 16 bits"
     )
     return [Check("offsets of K", "warn", detail)]
 
@@ -153,7 +158,9 @@ def _gpus(checks: list[Check]) -> list[str]:
             checks.append(Check(f"{device_type}:{index}", "ok", detail))
             devices.append(f"{device_type}:{index}")
     if not devices:
-        checks.append(Check("gpu", "no", "this PyTorch can use none: the reference backend runs everything on the CPU, slowly"))
+        checks.append(
+            Check("gpu", "no", "this PyTorch can use none: the reference backend runs everything on the CPU, slowly")
+        )
     return devices
 
 

@@ -38,10 +38,12 @@ def saturation(pages: Mapping[int, KVPages]) -> list[LayerSaturation]:
     """Count the values that pages with calibrated scales may have cut off.
 
         saturation({layer: cache.pages(layer) for layer in cache.fp8_layers})  # of an FP8Cache
-        saturation({layer: cache.pages(layer) for layer in range(cache.num_layers)})  # of a PagedKVCache without a window
+        saturation({layer: cache.pages(layer) for layer in range(cache.num_layers)})  # of a PagedKVCache without a
+        window
 
-    A value that is larger than a calibrated scale can represent is stored as the largest code, and so is a value that rounds to it. A share
-    above 0.1% of 1,024 tokens or more is ten times what the percentile 99.99 cuts off: calibrate again, on text like what the model reads.
+    A value that is larger than a calibrated scale can represent is stored as the largest code, and so is a value that
+    rounds to it. A share above 0.1% of 1,024 tokens or more is ten times what the percentile 99.99 cuts off: calibrate
+    again, on text like what the model reads.
 
     Args:
         pages: of each layer by its number. A page that several sequences share counts once for each.
@@ -55,7 +57,9 @@ def saturation(pages: Mapping[int, KVPages]) -> list[LayerSaturation]:
         for column in range(its.page_table.shape[1]):  # a page of each sequence at a time, which limits the memory
             used = (column * PAGE_SIZE + token < its.cache_seqlens[:, None]).flatten()
             taken = its.with_pool(its.pool[its.page_table[:, column].long().clamp(0, its.num_pages - 1)])
-            for i, (codes, codec) in enumerate(((unpack_k(taken.k), its.format.k), (unpack_v(taken.v.view(torch.uint8)), its.format.v))):
+            for i, (codes, codec) in enumerate(
+                ((unpack_k(taken.k), its.format.k), (unpack_v(taken.v.view(torch.uint8)), its.format.v))
+            ):
                 cut = codes.view(codec.dtype).float().abs() == codec.max
                 largest[i] += (cut & used[:, None, None]).sum()
         values = int(its.cache_seqlens.sum()) * its.num_kv_heads * its.head_dim

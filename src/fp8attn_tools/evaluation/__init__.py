@@ -13,6 +13,6 @@
 | `names` | the names of caches and tasks, without imports |
 | `record` | results as JSON, with the versions, device and date of the run |
 
-Functions return dataclasses. `fp8attn_tools.cli` draws them. These modules need the extra `hf`; `ruler` and `harness` need the extra
-`ruler`.
+Functions return dataclasses. `fp8attn_tools.cli` draws them. These modules need the extra `hf`; `ruler` and `harness`
+need the extra `ruler`.
 """

@@ -8,7 +8,14 @@ from typing import Any, TypedDict
 import torch
 import transformers
 from transformers import cache_utils
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, QuantizedCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    QuantizedCache,
+)
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3, KeyDtype
@@ -48,7 +55,9 @@ class _StoresBF16(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(_stored(key_states), _stored(value_states))
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(_stored(key_states), _stored(value_states), *args, **kwargs)
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
@@ -66,8 +75,13 @@ class BF16Cache(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        replaced = {DynamicLayer: lambda _: BF16Layer(), DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window)}
-        self.layers: list[CacheLayerMixin] = [replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers]
+        replaced = {
+            DynamicLayer: lambda _: BF16Layer(),
+            DynamicSlidingWindowLayer: lambda old: BF16SlidingLayer(old.sliding_window),
+        }
+        self.layers: list[CacheLayerMixin] = [
+            replaced.get(type(layer), lambda old: old)(layer) for layer in self.layers
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -76,12 +90,13 @@ class BF16Cache(DynamicCache):
 
 
 class _StoresE4M3(CacheLayerMixin):
-    """Makes a layer store K and V in E4M3, with one scale for all of K and one for all of V, as in other libraries. Returned in the
-    model's dtype. `keys` and `values` hold bytes, because torch cannot concatenate E4M3 on a CPU.
+    """Makes a layer store K and V in E4M3, with one scale for all of K and one for all of V, as in other libraries.
+    Returned in the model's dtype. `keys` and `values` hold bytes, because torch cannot concatenate E4M3 on a CPU.
 
     Args:
-        scale: both scales; a value beyond 448 times the scale saturates. None: the largest magnitude of the first forward becomes 448. A
-            later value that is larger becomes what torch's cast returns, NaN or 448 (`Fp8QuantizedLayer` of transformers 5.23).
+        scale: both scales; a value beyond 448 times the scale saturates. None: the largest magnitude of the first
+            forward becomes 448. A later value that is larger becomes what torch's cast returns, NaN or 448
+            (`Fp8QuantizedLayer` of transformers 5.23).
         first_exact: return K and V of the first forward before rounding, as transformers does.
     """
 
@@ -89,7 +104,9 @@ class _StoresE4M3(CacheLayerMixin):
         super().__init__(*given)
         self.scale, self.first_exact = scale, first_exact
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V `[B, num_kv_heads, S, head_dim]`, and return those that these tokens may see, dequantized."""
         new, first = (key_states, value_states), not self.is_initialized
         if first:
@@ -98,7 +115,9 @@ class _StoresE4M3(CacheLayerMixin):
         held = super().update(*stored, *args, **kwargs)
         if first and self.first_exact:
             return new
-        keys, values = ((x.view(E4M3.dtype).float() * scale).to(new[0].dtype) for x, scale in zip(held, self.scales, strict=True))
+        keys, values = (
+            (x.view(E4M3.dtype).float() * scale).to(new[0].dtype) for x, scale in zip(held, self.scales, strict=True)
+        )
         return keys, values
 
     def _first_scale(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +146,9 @@ class E4M3Cache(DynamicCache):
         options: `scale` and `first_exact`, of `_StoresE4M3`.
     """
 
-    def __init__(self, config: Any, *, skip_layers: Collection[int] = (), windows: bool = False, **options: Any) -> None:
+    def __init__(
+        self, config: Any, *, skip_layers: Collection[int] = (), windows: bool = False, **options: Any
+    ) -> None:
         super().__init__(config=config)
         replaced: dict[type, Callable[[Any], CacheLayerMixin]] = {DynamicLayer: lambda _: E4M3Layer(**options)}
         if windows:
@@ -155,24 +176,28 @@ def cache_factory(
     """A function that makes an empty cache of this name for a model.
 
     Args:
-        name: `bf16`: the baseline. `fp8`: fp8attn's default. `fp8-int8-keys`, `fp8-e4m3-keys`: fp8attn with keys in that format, whatever
-            the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated `scales`, and keys in the
-            format of these scales. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: transformers' own FP8 cache (its first
-            prefill attends in 16 bits, and it has one scale per tensor, from the first tokens).
+        name: `bf16`: the baseline. `fp8`: fp8attn's default. `fp8-int8-keys`, `fp8-e4m3-keys`: fp8attn with keys in
+            that format, whatever
+            the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated
+                `scales`, and keys in the
+            format of these scales. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: transformers' own
+            FP8 cache (its first prefill attends in 16 bits, and it has one scale per tensor, from the first tokens).
         model: a transformers model. The weights give fp8attn's caches static means (`FP8Cache`).
         scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
-        skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`. None: those that `FP8Cache` chooses, and
-            for `scale-1` none.
+        skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`. None: those that
+            `FP8Cache` chooses, and for `scale-1` none.
         backend: of fp8attn's caches.
     Raises:
-        UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache that takes no
-            `skip_layers` gets some.
+        UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache
+            that takes no `skip_layers` gets some.
     """
     if name not in CACHES:
         raise UsageError(f"no cache is called {name!r}; choose from {', '.join(CACHES)}")
     if (scales is not None) != (name == "fp8-static"):
-        raise UsageError(f"the cache 'fp8-static' needs scales; {LOAD}" if scales is None else f"the cache {name!r} takes no scales")
+        raise UsageError(
+            f"the cache 'fp8-static' needs scales; {LOAD}" if scales is None else f"the cache {name!r} takes no scales"
+        )
     if skip_layers and name in UNIFORM:
         raise UsageError(f"the cache {name!r} holds all layers in one format; it takes no skip_layers")
     if name == "bf16":
@@ -181,18 +206,24 @@ def cache_factory(
         return lambda: E4M3Cache(model.config, skip_layers=skip_layers or ())
     if name == "transformers-fp8":
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
-            raise UsageError(f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is installed")
+            raise UsageError(
+                f"the cache 'transformers-fp8' needs transformers 5.23 or newer; {transformers.__version__} is "
+                f"installed"
+            )
         return lambda: QuantizedCache("fp8", model.config)
     options: dict[str, Any] = {"max_cache_len": max_cache_len, "skip_layers": skip_layers, "backend": backend}
     if scales is not None:
-        return lambda: FP8Cache(model, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys, **options)
+        return lambda: FP8Cache(
+            model, scales=scales, key_dtype=scales.key_dtype, rotate_keys=scales.rotate_keys, **options
+        )
     return lambda: FP8Cache(model, **FORMATS[name], **options)
 
 
 def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
     """The names in `choice`: one name, several joined by commas, or `both` for BF16 and FP8.
 
-    With scales, `fp8` means `fp8-static`. If `choice` has `fp8-static`, too, `fp8` is the cache whose pages have their own scales.
+    With scales, `fp8` means `fp8-static`. If `choice` has `fp8-static`, too, `fp8` is the cache whose pages have their
+    own scales.
 
     Raises:
         UsageError: no cache has this name; no cache in `choice` uses the scales.
@@ -201,7 +232,10 @@ def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name for part in parts for name in (("bf16", "fp8") if part == "both" else (part,))))
     for name in names:
         if name not in CACHES:
-            raise UsageError(f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(CACHES)} (several with commas)")
+            raise UsageError(
+                f"no cache is called {name!r}; choose bf16, fp8, both, or from {', '.join(CACHES)} (several with "
+                f"commas)"
+            )
     if scales is None or "fp8-static" in names:
         return names
     if "fp8" not in names:
@@ -210,12 +244,15 @@ def cache_names(choice: str, scales: KVScales | None = None) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, mask: torch.Tensor | None = None) -> torch.Tensor:
+def forward(
+    model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run `tokens [B, S]` through the model, append them to `cache`, and return logits.
 
     Args:
         logits: the number of last positions whose logits are returned; 0: all.
-        mask: `[B, T]`, of the tokens in the cache and the new ones, 0 where a token is padding (on the left). None: no padding.
+        mask: `[B, T]`, of the tokens in the cache and the new ones, 0 where a token is padding (on the left). None: no
+            padding.
     Returns:
         `[B, logits or S, vocabulary]`.
     """
@@ -226,8 +263,12 @@ def forward(model: Any, tokens: torch.Tensor, cache: Cache, *, logits: int = 0, 
     return model(input_ids=tokens, use_cache=True, logits_to_keep=logits, **given).logits
 
 
-def prefill(model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Append `tokens [B, S]` to `cache` in chunks, and return the last logits `[B, vocabulary]`. With `mask` the cache must be empty."""
+def prefill(
+    model: Any, tokens: torch.Tensor, cache: Cache, *, chunk: int = CHUNK, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Append `tokens [B, S]` to `cache` in chunks, and return the last logits `[B, vocabulary]`. With `mask` the cache
+    must be empty.
+    """
     end = 0
     for part in tokens.split(chunk, 1):
         end += part.shape[1]

@@ -1,9 +1,11 @@
-"""Measures the drift of an FP8 cache: decodes thousands of tokens after a prompt, and moves sequences as a serving engine does.
+"""Measures the drift of an FP8 cache: decodes thousands of tokens after a prompt, and moves sequences as a serving
+engine does.
 
-The tokens are given, so that the baseline gets the same tokens and can read them in chunks. Before or after a segment, the sequences of
-both caches are
+The tokens are given, so that the baseline gets the same tokens and can read them in chunks. Before or after a segment,
+the sequences of both caches are
 
-- `copied`: the second of two sequences becomes a copy of the first. They share pages, and each continues with its own text;
+- `copied`: the second of two sequences becomes a copy of the first. They share pages, and each continues with its own
+  text;
 - `reordered`: the sequences are exchanged, and each continues with the other's text;
 - `truncated`: the second half of the segment is removed, in the middle of a page, and decoded again.
 """
@@ -71,7 +73,8 @@ def drift(
     total = tokens.shape[1] - 1
     if not 0 < prompt < total or segment < 2:
         raise UsageError(
-            f"prompt must be at least 1 and less than the {total} tokens of a window, and segment at least 2; got {prompt} and {segment}"
+            f"prompt must be at least 1 and less than the {total} tokens of a window, and segment at least 2; got "
+            f"{prompt} and {segment}"
         )
     tokens = tokens.to(model.device)
     cache, baseline = make_cache(), make_baseline()
@@ -104,7 +107,9 @@ def _decode(model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
     return torch.cat([forward(model, token, cache) for token in tokens.split(1, 1)], 1)
 
 
-def _compare(start: int, stop: int, operation: str, logits: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor) -> Segment:
+def _compare(
+    start: int, stop: int, operation: str, logits: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor
+) -> Segment:
     mine, theirs = logits.float().log_softmax(-1), baseline.float().log_softmax(-1)
     nll, baseline_nll = (-x.gather(2, targets[..., None]).mean().item() for x in (mine, theirs))
     kl = (theirs.exp() * (theirs - mine)).sum(-1).mean().item()

@@ -38,7 +38,8 @@ def committed_model() -> Path | None:
 
 
 def default_model() -> str:
-    """The model that is used if none is named: in a checkout the committed one, elsewhere the public model `smollm2` if it is installed.
+    """The model that is used if none is named: in a checkout the committed one, elsewhere the public model `smollm2` if
+    it is installed.
 
     Raises:
         UsageError: there is neither.
@@ -61,8 +62,8 @@ def load_config(model: str | Path | None = None) -> Any:
     Args:
         model: a folder, a name in `PUBLIC` or a Hugging Face id; None: `default_model()`.
     Raises:
-        UsageError: no such folder; a public model that is not installed; no readable config; a type of model that transformers does not
-            know, or that is no causal language model.
+        UsageError: no such folder; a public model that is not installed; no readable config; a type of model that
+            transformers does not know, or that is no causal language model.
     """
     source = default_model() if model is None else model
     if source in PUBLIC:
@@ -77,15 +78,21 @@ def load_config(model: str | Path | None = None) -> Any:
         try:
             validate_repo_id(str(source))
         except HFValidationError as error:
-            raise UsageError(f"there is no folder {source}; pass a model's folder, or a Hugging Face id such as org/name") from error
+            raise UsageError(
+                f"there is no folder {source}; pass a model's folder, or a Hugging Face id such as org/name"
+            ) from error
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except ValueError as error:
         first = str(error).partition("\n")[0]  # the lines after it are general advice
-        raise UsageError(f"transformers {transformers.__version__} cannot read the config of {source}: {first}") from error
+        raise UsageError(
+            f"transformers {transformers.__version__} cannot read the config of {source}: {first}"
+        ) from error
     except OSError as error:
         raise UsageError(
-            str(error) if is_folder else f"there is no folder {source}, and loading it from the Hugging Face Hub failed: {error}"
+            str(error)
+            if is_folder
+            else f"there is no folder {source}, and loading it from the Hugging Face Hub failed: {error}"
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(
@@ -107,7 +114,8 @@ def load(
     Args:
         model: a folder, a name in `PUBLIC` or a Hugging Face id; None: `default_model()`.
         device: default: the GPU if there is one.
-        dtype: default: on a GPU the checkpoint's (bfloat16 for a GGUF file), on a CPU float32, because 16-bit products are slow there.
+        dtype: default: on a GPU the checkpoint's (bfloat16 for a GGUF file), on a CPU float32, because 16-bit products
+            are slow there.
         attn_implementation: transformers' option; `fp8_kv` reads FP8 and 16-bit caches.
     Raises:
         UsageError: no model to load (`load_config`), no such device, a missing or damaged file.
@@ -123,18 +131,21 @@ def load(
     try:
         tokenizer = _tokenizer(source)
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, attn_implementation=attn_implementation, trust_remote_code=False, output_loading_info=True,
+            source, dtype=kind, attn_implementation=attn_implementation, trust_remote_code=False,
+            output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (SafetensorError, json.JSONDecodeError) as error:
-        raise UsageError(f"a file of {source} is damaged or cut short ({error}); download or copy the model again") from error
+        raise UsageError(
+            f"a file of {source} is damaged or cut short ({error}); download or copy the model again"
+        ) from error
     except OSError as error:
         raise UsageError(f"a file of {source} cannot be loaded: {error}") from error
     wrong = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if wrong:  # transformers gives these random values
         raise UsageError(
-            f"the weights of {source} do not fit its config: {wrong[0]} and {len(wrong) - 1} others are missing or of other sizes; "
-            "download or copy the model again"
+            f"the weights of {source} do not fit its config: {wrong[0]} and {len(wrong) - 1} others are missing or of "
+            f"other sizes; download or copy the model again"
         )
     return loaded.to(device).eval(), tokenizer
 
@@ -152,19 +163,25 @@ def _tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         raise
     except ValueError as error:
         first = str(error).partition("\n")[0].partition(" from one of")[0]
-        raise UsageError(f"{source} has no tokenizer that transformers can read ({first}); add tokenizer.json to the folder") from error
+        raise UsageError(
+            f"{source} has no tokenizer that transformers can read ({first}); add tokenizer.json to the folder"
+        ) from error
 
 
 def _load_gguf(file: Path, config: Any, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tokenizer = _gguf_tokenizer(file, config)
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, config=config, gguf_file=file.name, **dequantized(), **options)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        file.parent, config=config, gguf_file=file.name, **dequantized(), **options
+    )
     loaded.config.name_or_path = config.name_or_path
     return loaded, tokenizer
 
 
 def _gguf_tokenizer(file: Path, config: Any) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 takes the first special token
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(
+        config.eos_token_id
+    )  # transformers 5.17 takes the first special token
     return tokenizer
 
 
@@ -188,8 +205,8 @@ def read_text(path: str | Path | None = None, model: str | Path | None = None) -
     """Text to evaluate on.
 
     Args:
-        path: a text file in UTF-8, plain or `.xz`. None: the held-out text in the model's folder, or that of the committed model, or
-            (outside a checkout) the source of this Python's standard library.
+        path: a text file in UTF-8, plain or `.xz`. None: the held-out text in the model's folder, or that of the
+            committed model, or (outside a checkout) the source of this Python's standard library.
         model: a model's folder, which may have a held-out text.
     Raises:
         UsageError: no such file, or it cannot be read.
@@ -220,16 +237,20 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 
 
 def windows(tokens: torch.Tensor, length: int, count: int, *, from_end: bool = False) -> torch.Tensor:
-    """Consecutive windows `[count, length]` from the start or the end of a text. Calibration takes the end, evaluation the start.
+    """Consecutive windows `[count, length]` from the start or the end of a text. Calibration takes the end, evaluation
+    the start.
 
     Raises:
         UsageError: the text is too short.
     """
     if length < 2 or count < 1:
-        raise UsageError(f"windows need a length of at least 2 tokens and a count of at least 1; got {length} and {count}")
+        raise UsageError(
+            f"windows need a length of at least 2 tokens and a count of at least 1; got {length} and {count}"
+        )
     if length * count > len(tokens):
         raise UsageError(
-            f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}; pass a longer text, or fewer tokens"
+            f"{count} windows of {length} tokens need {length * count}, and the text has {len(tokens)}; pass a longer "
+            f"text, or fewer tokens"
         )
     part = tokens[-length * count :] if from_end else tokens[: length * count]
     return part.view(count, length)

@@ -1,7 +1,8 @@
 """Retrieval from long prompts: runs the same prompts with several caches.
 
-A task makes `Sample`s (`ruler` makes those of the literature, `recall` needs no further package). `ask` runs a model on them through each
-cache; an `Outcome` is the answer to one sample through one cache. Scores are computed from outcomes (`outcomes`, `paired`).
+A task makes `Sample`s (`ruler` makes those of the literature, `recall` needs no further package). `ask` runs a model on
+them through each cache; an `Outcome` is the answer to one sample through one cache. Scores are computed from outcomes
+(`outcomes`, `paired`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def ask(
 ) -> list[Outcome]:
     """Decode an answer to every sample with every cache, greedily, in the same batches for all caches.
 
-    A row ends at its end of text or at `stop`. A batch ends as soon as each row has ended or contains all its answers, because later tokens
-    cannot change that. Prompts of different lengths in a batch are padded on the left. A prompt that runs alone reuses the chunks that it
-    shares with the prompt before, so several questions about one text cost one prefill. The cache is cropped at a position where both a
-    chunk and a page end, so it is bit for bit the cache of a fresh prefill.
+    A row ends at its end of text or at `stop`. A batch ends as soon as each row has ended or contains all its answers,
+    because later tokens cannot change that. Prompts of different lengths in a batch are padded on the left. A prompt
+    that runs alone reuses the chunks that it shares with the prompt before, so several questions about one text cost
+    one prefill. The cache is cropped at a position where both a chunk and a page end, so it is bit for bit the cache of
+    a fresh prefill.
 
     Args:
         model: a transformers causal language model, trained on at least these lengths.
@@ -47,7 +49,8 @@ def ask(
         samples: of any tasks; an iterator is read one batch at a time.
         caches: by name, a function that makes an empty cache.
         chunk: tokens of a prefill's forward.
-        batch_tokens: consecutive samples of one task and length run in one batch, of at most this many tokens of prompts.
+        batch_tokens: consecutive samples of one task and length run in one batch, of at most this many tokens of
+            prompts.
         stop: ends an answer that is not empty. With a line end, a model that continues with another question ends here.
         progress: called with each outcome.
     """
@@ -57,7 +60,14 @@ def ask(
         for name, reader in readers.items():
             for sample, text in zip(batch, reader.answer(tokenizer, batch), strict=True):
                 outcome = Outcome(
-                    name, sample.task, sample.length, sample.index, sample.depth, sample.answers, text, found(sample.answers, text)
+                    name,
+                    sample.task,
+                    sample.length,
+                    sample.index,
+                    sample.depth,
+                    sample.answers,
+                    text,
+                    found(sample.answers, text),
                 )
                 outcomes.append(outcome)
                 if progress:
@@ -102,7 +112,10 @@ class _Reader:
             return said
 
         def done(ids: torch.Tensor) -> bool:
-            return all(ended or found(sample.answers, text) == 1 for sample, (text, ended) in zip(batch, answers(ids), strict=True))
+            return all(
+                ended or found(sample.answers, text) == 1
+                for sample, (text, ended) in zip(batch, answers(ids), strict=True)
+            )
 
         longest = max(len(sample.tokens) for sample in batch)
         padding = [longest - len(sample.tokens) for sample in batch]
@@ -114,7 +127,9 @@ class _Reader:
         if len(batch) > 1:
             self.cache, self.held = None, array("i")
             cache = self.make()
-            ids, _ = decode_greedily(self.model, prefill(self.model, tokens, cache, chunk=self.chunk, mask=mask), cache, count, mask, done)
+            ids, _ = decode_greedily(
+                self.model, prefill(self.model, tokens, cache, chunk=self.chunk, mask=mask), cache, count, mask, done
+            )
         else:
             keep = self._rewind(batch[0].tokens)
             last = prefill(self.model, tokens[:, keep:], self.cache, chunk=self.chunk)
@@ -123,8 +138,13 @@ class _Reader:
         return [text for text, _ in answers(ids)]
 
     def _rewind(self, tokens: array) -> int:
-        """Keep in the cache the whole chunks that the last prompt and this one share at their start; returns how many tokens these are."""
-        same = next((at for at, (a, b) in enumerate(zip(self.held, tokens, strict=False)) if a != b), min(len(self.held), len(tokens)))
+        """Keep in the cache the whole chunks that the last prompt and this one share at their start; returns how many
+        tokens these are.
+        """
+        same = next(
+            (at for at, (a, b) in enumerate(zip(self.held, tokens, strict=False)) if a != b),
+            min(len(self.held), len(tokens)),
+        )
         step = math.lcm(self.chunk, PAGE_SIZE)  # later tokens may have changed the scale of their page
         keep = min(same, len(tokens) - 1) // step * step
         cache = self.cache

@@ -94,13 +94,18 @@ def same_outcomes(outcomes: Sequence[Outcome], first: str, second: str) -> bool:
 
 
 def cells(outcomes: Sequence[Outcome], most_depths: int = 11) -> list[Cell]:
-    """Mean scores by cache, length and depth. More than `most_depths` depths are grouped by tenths, each named by its middle."""
+    """Mean scores by cache, length and depth. More than `most_depths` depths are grouped by tenths, each named by its
+    middle.
+    """
     many = len({outcome.depth for outcome in outcomes}) > most_depths
     groups: dict[tuple[str, int, float], list[float]] = {}
     for o in outcomes:
         depth = (min(int(10 * o.depth), 9) + 0.5) / 10 if many else o.depth
         groups.setdefault((o.cache, o.length, depth), []).append(o.score)
-    return [Cell(cache, length, depth, sum(scores) / len(scores), len(scores)) for (cache, length, depth), scores in groups.items()]
+    return [
+        Cell(cache, length, depth, sum(scores) / len(scores), len(scores))
+        for (cache, length, depth), scores in groups.items()
+    ]
 
 
 def save_outcomes(path: str | Path, outcomes: Iterable[Outcome]) -> None:

@@ -1,4 +1,6 @@
-"""Statistics of two caches on the same samples: Wilson's interval, Newcombe's interval for paired shares, McNemar's exact test."""
+"""Statistics of two caches on the same samples: Wilson's interval, Newcombe's interval for paired shares, McNemar's
+exact test.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class Paired:
     Attributes:
         first, second: the caches' names.
         both, only_first, only_second, neither: the number of samples that these had right (every answer found).
-        difference: the second's share of right samples minus the first's; `interval`: its 95% interval (Newcombe 1998, method 10).
+        difference: the second's share of right samples minus the first's; `interval`: its 95% interval (Newcombe 1998,
+            method 10).
         p: the p-value of McNemar's exact two-sided test of equal shares.
         discordant: the outcomes (the first's, the second's) of the samples that only one had right.
     """
@@ -58,7 +61,9 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def newcombe(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float]:
-    """The 95% interval of the first's share minus the second's, for paired samples (Newcombe 1998, Stat. Med. 17:2635, method 10)."""
+    """The 95% interval of the first's share minus the second's, for paired samples (Newcombe 1998, Stat. Med. 17:2635,
+    method 10).
+    """
     samples = both + only_first + only_second + neither
     first, second = both + only_first, both + only_second
     p1, p2 = first / samples, second / samples
@@ -85,7 +90,9 @@ def compare(outcomes: Iterable[Outcome], first: str, second: str) -> Paired:
     if not pairs:
         raise UsageError(f"the caches {first!r} and {second!r} have no sample in common; ask both the same samples")
     counts = {(a, b): sum((x.right, y.right) == (a, b) for x, y in pairs) for a in (True, False) for b in (True, False)}
-    both, only_first, only_second, neither = (counts[k] for k in ((True, True), (True, False), (False, True), (False, False)))
+    both, only_first, only_second, neither = (
+        counts[k] for k in ((True, True), (True, False), (False, True), (False, False))
+    )
     return Paired(
         first=first,
         second=second,
@@ -101,6 +108,8 @@ def compare(outcomes: Iterable[Outcome], first: str, second: str) -> Paired:
 
 
 def discordant(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """The samples that only one of the first cache and another had right, for each other: (the first's outcome, the other's)."""
+    """The samples that only one of the first cache and another had right, for each other: (the first's outcome, the
+    other's).
+    """
     first, *others = dict.fromkeys(outcome.cache for outcome in outcomes)
     return [pair for other in others for pair in compare(outcomes, first, other).discordant]

@@ -17,7 +17,8 @@ from .caches import CHUNK, MakeCache, forward, prefill
 
 @dataclass(frozen=True)
 class Positions:
-    """Results at a range of positions: of tokens predicted from `start` up to `stop - 1` tokens before them, over all windows.
+    """Results at a range of positions: of tokens predicted from `start` up to `stop - 1` tokens before them, over all
+    windows.
 
     Attributes:
         tokens: the number of predicted tokens.
@@ -43,13 +44,15 @@ class Perplexity:
         context: tokens of a window; at its end the cache has all of them.
         tokens: the number of predicted tokens.
         nll: mean negative log-likelihood, in nats per token.
-        bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not known.
-        standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0 for the first cache,
-            NaN for one token.
+        bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not
+            known.
+        standard_error: of the difference between this `nll` and the first cache's, from its scatter over the tokens; 0
+            for the first cache, NaN for one token.
         kl: mean KL divergence of the first cache's predictions from this one's, in nats; 0 for the first.
         top1_agreement: the share of positions where both predict the same token as the likeliest.
         bytes_per_token: all bytes of the cache after a window, per token; NaN if the cache does not report them.
-        positions: the same by position, in ranges that double. They show the benefit of a long context, and whether errors grow with it.
+        positions: the same by position, in ranges that double. They show the benefit of a long context, and whether
+            errors grow with it.
     """
 
     cache: str
@@ -82,16 +85,17 @@ def perplexity(
 ) -> list[Perplexity]:
     """Teacher-forced likelihood of each window, with all K and V read through the cache.
 
-    The caches advance together over the same tokens, so their predictions are compared at every position. At most two caches' logits of one
-    chunk are in memory.
+    The caches advance together over the same tokens, so their predictions are compared at every position. At most two
+    caches' logits of one chunk are in memory.
 
     Args:
         model: a transformers causal language model.
-        windows: `[N, S + 1]` token ids. Each window starts with an empty cache; S tokens are input, and S are predicted.
+        windows: `[N, S + 1]` token ids. Each window starts with an empty cache; S tokens are input, and S are
+            predicted.
         caches: by name, a function that makes an empty cache; the first is the baseline of `kl` and `top1_agreement`.
         chunk: tokens of a forward.
-        decode_tokens: predict only this many last tokens of each window, with one forward each, after a prefill of the others. 0: predict
-            all S, in chunks.
+        decode_tokens: predict only this many last tokens of each window, with one forward each, after a prefill of the
+            others. 0: predict all S, in chunks.
         tokenizer: counts the bytes of the predicted tokens.
         progress: called with (tokens predicted, number of tokens).
     Raises:
@@ -102,7 +106,9 @@ def perplexity(
         raise UsageError(f"decode_tokens must be 0 to {context}, the tokens of a window; got {decode_tokens}")
     start = context - decode_tokens if decode_tokens else 0  # the first position that predicts
     runs = {name: (model, make) for name, make in caches.items()}
-    found, held = by_token(runs, windows, start=start, step=1 if decode_tokens else chunk, chunk=chunk, progress=progress)
+    found, held = by_token(
+        runs, windows, start=start, step=1 if decode_tokens else chunk, chunk=chunk, progress=progress
+    )
     nbytes = math.nan
     if tokenizer is not None:
         texts = tokenizer.batch_decode(windows[:, start + 1 :].tolist(), clean_up_tokenization_spaces=False)
@@ -142,15 +148,16 @@ def by_token(
     """The results of each run at every token, compared with the first run.
 
     Args:
-        runs: by name, a model and a function that makes an empty cache for it; the models have one vocabulary and one device.
+        runs: by name, a model and a function that makes an empty cache for it; the models have one vocabulary and one
+            device.
         windows: `[N, S + 1]` token ids.
         start: tokens of a window that are prefilled without predicting, in forwards of `chunk`.
         step: tokens of a forward after that.
         progress: called with (tokens predicted, number of tokens).
     Returns:
-        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats; the KL divergence of the first run's prediction from
-        this one's, in nats; and 1 where both predict the same token as the likeliest, else 0. And by name, the bytes of the cache per token
-        after a window; NaN if the cache does not report them.
+        By name, `[3, N, S - start]` in float64: the negative log-likelihood in nats; the KL divergence of the first
+        run's prediction from this one's, in nats; and 1 where both predict the same token as the likeliest, else 0. And
+        by name, the bytes of the cache per token after a window; NaN if the cache does not report them.
     """
     first, _ = next(iter(runs.values()))
     count, context = windows.shape[0], windows.shape[1] - 1

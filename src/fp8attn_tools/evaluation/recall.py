@@ -1,7 +1,7 @@
 """The task `recall`: RULER's sentence hidden in any text at a given depth, among other sentences of the same form.
 
-It is `niah_multikey_1` of RULER (Hsieh et al. 2024, arXiv:2404.06654), with prompts of exactly the given length, needles at the given
-depth, and any text as hay. It needs no further package and no download.
+It is `niah_multikey_1` of RULER (Hsieh et al. 2024, arXiv:2404.06654), with prompts of exactly the given length,
+needles at the given depth, and any text as hay. It needs no further package and no download.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .names import RECALL
 from .outcomes import Sample
 
 INTRO = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number afterwards.\n"
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "number afterwards.\n"
 )
 STATED = "One of the special magic numbers for {key} is: {value}.\n"
 QUERY = (
@@ -32,12 +33,14 @@ RARE = 1536  # frequent tokens have small ids; keys are words with larger ids, w
 class Haystack:
     """Text that prompts are cut from, line by line.
 
-    Each line is tokenized by itself. So a needle can be between any two lines, and a prompt has exactly the given length.
+    Each line is tokenized by itself. So a needle can be between any two lines, and a prompt has exactly the given
+    length.
 
     Args:
         tokenizer: the model's.
         text: the hay, at least as long as the longest prompt.
-        seed: of keys, values, texts and positions. Keys are pairs of the tokenizer's words, or of six random letters if it has few words.
+        seed: of keys, values, texts and positions. Keys are pairs of the tokenizer's words, or of six random letters if
+            it has few words.
     """
 
     def __init__(self, tokenizer: Any, text: str, seed: int = 0) -> None:
@@ -51,10 +54,12 @@ class Haystack:
             self._ends.append(self._ends[-1] + len(line))
 
     def sample(self, length: int, depth: float, distractors: int = 3, index: int = 0) -> Sample:
-        """A question whose prompt has exactly `length` tokens, the needle at `depth`, and `distractors` other pairs at random positions.
+        """A question whose prompt has exactly `length` tokens, the needle at `depth`, and `distractors` other pairs at
+        random positions.
 
         Raises:
-            UsageError: the length is too short for the needles or longer than the text; depth is outside [0, 1]; distractors is negative.
+            UsageError: the length is too short for the needles or longer than the text; depth is outside [0, 1];
+                distractors is negative.
         """
         if not 0 <= depth <= 1:
             raise UsageError(f"depth must be in [0, 1] (0 is the start of the context); got {depth}")
@@ -70,7 +75,10 @@ class Haystack:
         if space < 0 or not ends:
             shortest = length - space
             longest = shortest + len(self._tokens)
-            raise UsageError(f"the length of a prompt with {1 + distractors} pairs must be {shortest} to {longest} tokens; got {length}")
+            raise UsageError(
+                f"the length of a prompt with {1 + distractors} pairs must be {shortest} to {longest} tokens; got "
+                f"{length}"
+            )
         end = self._random.choice(ends)
         breaks = [0, *(e - end + space for e in self._ends if 0 < e - end + space <= space)]
         places = [min(breaks, key=lambda at: abs(at - depth * space)), *self._random.choices(breaks, k=distractors)]

@@ -24,7 +24,9 @@ def meta(model: Any = None) -> dict[str, Any]:
     """Where and when a result was measured: device, versions, commit, date, model."""
     device = "cpu" if model is None else str(model.device)
     return {
-        "device": torch.cuda.get_device_name(model.device) if device.startswith("cuda") else f"{device} ({platform.machine()})",
+        "device": torch.cuda.get_device_name(model.device)
+        if device.startswith("cuda")
+        else f"{device} ({platform.machine()})",
         "fp8attn": __version__,
         "commit": commit(),
         "torch": torch.__version__,
@@ -35,18 +37,26 @@ def meta(model: Any = None) -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """The commit of this package, with a `+` if files of it are changed. None: it is neither in a git checkout nor installed from git."""
+    """The commit of this package, with a `+` if files of it are changed. None: it is neither in a git checkout nor
+    installed from git.
+    """
     root = Path(__file__).resolve().parents[3]
     if (root / ".git").exists():
         git = ["git", "-C", str(root)]
         try:
-            head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-            changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True).stdout
+            head = subprocess.run(
+                [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            changed = subprocess.run(
+                [*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True
+            ).stdout
         except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
             return None
         return head + "+" * bool(changed)
     try:
-        source = importlib.metadata.distribution("fp8attn").read_text("direct_url.json")  # pip writes it for an install from git
+        source = importlib.metadata.distribution("fp8attn").read_text(
+            "direct_url.json"
+        )  # pip writes it for an install from git
     except importlib.metadata.PackageNotFoundError:
         return None
     return json.loads(source or "{}").get("vcs_info", {}).get("commit_id")

@@ -1,12 +1,14 @@
-"""RULER's retrieval tasks (Hsieh et al. 2024, arXiv:2404.06654), made by lm-eval's generators. These need no network for the tasks here.
+"""RULER's retrieval tasks (Hsieh et al. 2024, arXiv:2404.06654), made by lm-eval's generators. These need no network
+for the tasks here.
 
-`niah_single_1` hides one sentence in a text that repeats itself. In `niah_multikey_2` the whole text is such sentences, each about another
-key ("One of the special magic numbers for shy-harbour is: 2718281."), and the question is about one of them. `niah_multikey_3` is the same
-with UUIDs as keys and values. `ruler_vt` asks for all variables to which a chain of assignments gives one value. Prompts, and the score
-(the share of answers that the continuation contains), are those of lm-eval's tasks of the same names.
+`niah_single_1` hides one sentence in a text that repeats itself. In `niah_multikey_2` the whole text is such sentences,
+each about another key ("One of the special magic numbers for shy-harbour is: 2718281."), and the question is about one
+of them. `niah_multikey_3` is the same with UUIDs as keys and values. `ruler_vt` asks for all variables to which a chain
+of assignments gives one value. Prompts, and the score (the share of answers that the continuation contains), are those
+of lm-eval's tasks of the same names.
 
-Samples are independent: each has its own text, as in RULER. Questions about a shared text would cost less, but the intervals and tests of
-`paired` assume independent samples.
+Samples are independent: each has its own text, as in RULER. Questions about a shared text would cost less, but the
+intervals and tests of `paired` assume independent samples.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _NIAH = {
 _CHAINS = "ruler_vt"
 
 
-def ruler_samples(tokenizer: Any, task: str, *, lengths: Sequence[int], samples: int = 500, seed: int = 0) -> Iterator[Sample]:
+def ruler_samples(
+    tokenizer: Any, task: str, *, lengths: Sequence[int], samples: int = 500, seed: int = 0
+) -> Iterator[Sample]:
     """`samples` questions of each length.
 
     Args:
@@ -57,7 +61,9 @@ def ruler_samples(tokenizer: Any, task: str, *, lengths: Sequence[int], samples:
 
 
 def _docs(tokenizer: Any, task: str, length: int, samples: int, seed: int) -> list[dict]:
-    """lm-eval's documents. Its generators print, and use the global random number generators, whose state is restored."""
+    """lm-eval's documents. Its generators print, and use the global random number generators, whose state
+    is restored.
+    """
     import numpy as np
 
     state, numpy_state = random.getstate(), np.random.get_state()
@@ -72,8 +78,12 @@ def _docs(tokenizer: Any, task: str, length: int, samples: int, seed: int) -> li
             np.random.seed(random.getrandbits(32))
             if task == _CHAINS:
                 _check_that_chains_fit(tokenizer, length)
-                example = vt_utils.sys_vartrack_w_noise_random(tokenizer, num_samples=1, max_seq_length=500, incremental=5)[0]
-                return vt_utils.sys_vartrack_w_noise_random(tokenizer, num_samples=samples, max_seq_length=length, icl_example=example)
+                example = vt_utils.sys_vartrack_w_noise_random(
+                    tokenizer, num_samples=1, max_seq_length=500, incremental=5
+                )[0]
+                return vt_utils.sys_vartrack_w_noise_random(
+                    tokenizer, num_samples=samples, max_seq_length=length, icl_example=example
+                )
             haystack, keys, values = _NIAH[task]
             return prepare_niah.generate_samples(
                 prepare_niah.get_haystack(type_haystack=haystack),
@@ -94,13 +104,19 @@ def _check_that_chains_fit(tokenizer: Any, length: int) -> None:
     """Refuse a length into which not even the shortest prompt fits: lm-eval's generator would not end."""
     from lm_eval.tasks.ruler import vt_utils
 
-    example, question = (vt_utils.generate_input_output(noises, 1, 4, is_icl=short)[0] for noises, short in ((5, True), (10, False)))
-    example, question = (len(tokenizer(text)["input_ids"]) + 60 for text in (example, question))  # 30 for the answer, and a margin
+    example, question = (
+        vt_utils.generate_input_output(noises, 1, 4, is_icl=short)[0] for noises, short in ((5, True), (10, False))
+    )
+    example, question = (
+        len(tokenizer(text)["input_ids"]) + 60 for text in (example, question)
+    )  # 30 for the answer, and a margin
     if example > 500:
         raise UsageError(
-            f"{_CHAINS} takes an example of at most 500 tokens; the shortest has {example} with this tokenizer: leave this task out"
+            f"{_CHAINS} takes an example of at most 500 tokens; the shortest has {example} with this tokenizer: leave "
+            f"this task out"
         )
     if example + question > length:
         raise UsageError(
-            f"{_CHAINS} does not fit into {length} tokens; its shortest prompt takes about {example + question}: give a larger length"
+            f"{_CHAINS} does not fit into {length} tokens; its shortest prompt takes about {example + question}: give "
+            f"a larger length"
         )

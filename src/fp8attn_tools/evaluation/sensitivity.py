@@ -4,20 +4,20 @@
     chosen = choose(report, max_kl=0.001)
     cache = FP8Cache(model, skip_layers=chosen)
 
-Each layer is measured alone: only its K and V are in 8 bits. That ranks the layers. Then the model is measured with the first n layers of
-the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so a choice's divergence is measured. It
-is not the sum of its parts, because the errors of layers interact.
+Each layer is measured alone: only its K and V are in 8 bits. That ranks the layers. Then the model is measured with the
+first n layers of the ranking in 16 bits and all others in 8 bits, for every n. `choose` takes one of these sets, so a
+choice's divergence is measured. It is not the sum of its parts, because the errors of layers interact.
 
-For L layers, that is about 2.25 L forwards of the tokens: L with one layer in 8 bits, L with the sets, and one of the 16-bit model for each
-8 of these. The caches of 9 runs of one window are in memory, and two runs' logits of one chunk.
+For L layers, that is about 2.25 L forwards of the tokens: L with one layer in 8 bits, L with the sets, and one of the
+16-bit model for each 8 of these. The caches of 9 runs of one window are in memory, and two runs' logits of one chunk.
 
-**Which arithmetic is measured.** That of the cache for a forward of `chunk` tokens. On a CPU it is the `reference` backend's, in FP32. On a
-GPU, few query rows are exact, so only what is stored is rounded. On Hopper, more than 128 query rows of a KV head are in 8 bits, too, as in
-a prefill.
+**Which arithmetic is measured.** That of the cache for a forward of `chunk` tokens. On a CPU it is the `reference`
+backend's, in FP32. On a GPU, few query rows are exact, so only what is stored is rounded. On Hopper, more than 128
+query rows of a KV head are in 8 bits, too, as in a prefill.
 
-**16-bit models have a floor.** Any other order of summation changes their predictions by more than 8 bits do in most layers. The report's
-`floor` is that divergence. So measure a model in FP32, on a GPU with `backend="reference"`: `make_cache` does so by default if the model is
-in FP32.
+**16-bit models have a floor.** Any other order of summation changes their predictions by more than 8 bits do in most
+layers. The report's `floor` is that divergence. So measure a model in FP32, on a GPU with `backend="reference"`:
+`make_cache` does so by default if the model is in FP32.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class LayerSensitivity:
 
     Attributes:
         layer: its number in the model.
-        kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per token.
+        kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per
+            token.
         standard_error: of `kl`, from its scatter over the tokens; NaN for one token.
         bytes_8_bit, bytes_16_bit: of a token's K and V in this layer.
     """
@@ -75,8 +76,9 @@ class Sensitivity:
 
     Attributes:
         layers: in the model's order.
-        cumulated_kl: `cumulated_kl[n]` is the mean KL divergence in nats per token with the first n layers of `ranking` in 16 bits and all
-            others in 8 bits. In the first entry all layers are in 8 bits, in the last one only the least sensitive.
+        cumulated_kl: `cumulated_kl[n]` is the mean KL divergence in nats per token with the first n layers of `ranking`
+            in 16 bits and all others in 8 bits. In the first entry all layers are in 8 bits, in the last one only the
+            least sensitive.
         floor: the divergence of the 16-bit model if its embeddings are changed by their last bit.
         tokens: the number of predictions that were compared.
         context, chunk: tokens of a window, and of a forward.
@@ -113,8 +115,8 @@ class Sensitivity:
         count = len(set(skip_layers))
         if count >= len(self.layers) or {*skip_layers} != {*self.ranking[:count]}:
             raise UsageError(
-                f"layers {sorted(skip_layers)} in 16 bits were not measured, only the first ones of the ranking {self.ranking}; "
-                "divergence(model, windows, skip_layers) measures any set"
+                f"layers {sorted(skip_layers)} in 16 bits were not measured, only the first ones of the ranking "
+                f"{self.ranking}; divergence(model, windows, skip_layers) measures any set"
             )
         return self.cumulated_kl[count]
 
@@ -151,7 +153,8 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
     least = sum(_bytes_8_bit(spec) for spec in layers_of(config))
     if max_bytes_per_token < least:
         raise UsageError(
-            f"no choice of layers takes at most {max_bytes_per_token:g} bytes per token: with all in 8 bits it is {least:,.0f}"
+            f"no choice of layers takes at most {max_bytes_per_token:g} bytes per token: with all in 8 bits it is "
+            f"{least:,.0f}"
         )
 
 
@@ -160,30 +163,35 @@ def _bytes_8_bit(spec: LayerSpec) -> float:
     return spec.num_kv_heads * PageSpec.of(spec.head_dim).layout.nbytes / PAGE_SIZE if spec.is_full else 0.0
 
 
-def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None) -> tuple[int, ...]:
+def choose(
+    report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None
+) -> tuple[int, ...]:
     """The layers to leave in 16 bits under a budget.
 
     Args:
         report: of `sensitivity`.
         max_kl: a KL divergence in nats per token. As few layers as possible are left in 16 bits.
-        max_bytes_per_token: bytes of one more token in all layers that grow (`Sensitivity.bytes_per_token`; `fp8attn plan` shows what
-            they are with all layers in 8 and in 16 bits). The divergence is the smallest that fits.
+        max_bytes_per_token: bytes of one more token in all layers that grow (`Sensitivity.bytes_per_token`;
+            `fp8attn plan` shows what they are with all layers in 8 and in 16 bits). The divergence is the smallest that
+            fits.
     Returns:
-        The numbers of the layers, in order, for `FP8Cache(skip_layers=...)` and `AttentionPolicy(skip=...)`. `report.kl(chosen)` is their
-        measured divergence. At least one layer is in 8 bits.
+        The numbers of the layers, in order, for `FP8Cache(skip_layers=...)` and `AttentionPolicy(skip=...)`.
+        `report.kl(chosen)` is their measured divergence. At least one layer is in 8 bits.
     Raises:
         UsageError: not exactly one budget, or nothing meets it.
     """
     if (max_kl is None) == (max_bytes_per_token is None):
-        raise UsageError(f"choose takes one budget, max_kl or max_bytes_per_token; got {max_kl} and {max_bytes_per_token}")
+        raise UsageError(
+            f"choose takes one budget, max_kl or max_bytes_per_token; got {max_kl} and {max_bytes_per_token}"
+        )
     sets = [report.ranking[:count] for count in range(len(report.layers))]
     if max_kl is not None:
         enough = [number for number, kl in enumerate(report.cumulated_kl) if kl <= max_kl]
         if not enough:
             raise UsageError(
-                f"no choice of layers has a KL divergence of at most {max_kl:g} nats per token: the smallest measured is "
-                f"{min(report.cumulated_kl):.2g}, and {report.floor:.2g} is from rounding in {report.dtype} alone. Allow more, or use "
-                "a 16-bit cache (DynamicCache(config=model.config))"
+                f"no choice of layers has a KL divergence of at most {max_kl:g} nats per token: the smallest measured "
+                f"is {min(report.cumulated_kl):.2g}, and {report.floor:.2g} is from rounding in {report.dtype} alone. "
+                f"Allow more, or use a 16-bit cache (DynamicCache(config=model.config))"
             )
         return tuple(sorted(sets[enough[0]]))
     assert max_bytes_per_token is not None
@@ -197,9 +205,11 @@ def choose(report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_to
 
 
 def vllm_arguments(report: Sensitivity, skip_layers: Sequence[int]) -> str:
-    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those that the measured cache keeps in them.
+    """Arguments of `vllm serve` for its own FP8 cache with these layers in 16 bits, and those that the measured cache
+    keeps in them.
 
-    That cache casts K and V to E4M3 with one scale a layer. To choose layers for it, measure such a cache: `cache_factory("scale-1", ...)`.
+    That cache casts K and V to E4M3 with one scale a layer. To choose layers for it, measure such a cache:
+    `cache_factory("scale-1", ...)`.
     """
     numbers = sorted({*skip_layers, *report.windowed})
     flag = " ".join(["--kv-cache-dtype-skip-layers", *map(str, numbers)])
@@ -215,16 +225,18 @@ def sensitivity(
     chunk: int = CHUNK,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """Measure what 8 bits cost in each layer that can be in 8 bits, alone and cumulated in the order of the choice (see the module).
+    """Measure what 8 bits cost in each layer that can be in 8 bits, alone and cumulated in the order of the choice (see
+    the module).
 
-    The baseline is the model with transformers' own cache, in its own dtype. Take text of the kind that the model will see, and windows as
+    The baseline is the model with transformers' own cache, in its own dtype. Take text of the kind that the model will
+    see, and windows as
     long as its prompts: errors can grow with the context.
 
     Args:
         model: a transformers causal language model in evaluation mode. Its attention implementation is set to `fp8_kv`.
         windows: `[N, S + 1]` token ids, as `perplexity` takes them: S predictions of each window are compared.
-        make_cache: makes the cache to measure, empty, with the layers of a sequence of numbers in 16 bits. None: an `FP8Cache`, with
-            `backend="reference"` if the model is not in 16 bits.
+        make_cache: makes the cache to measure, empty, with the layers of a sequence of numbers in 16 bits. None: an
+            `FP8Cache`, with `backend="reference"` if the model is not in 16 bits.
         name: what the report calls this cache.
         chunk: tokens of a forward.
         progress: called with (forwards done, number of forwards).
@@ -280,7 +292,8 @@ def divergence(
 ) -> list[tuple[float, float]]:
     """The KL divergence of the 16-bit model's predictions from the 8-bit cache's, for each choice of layers in 16 bits.
 
-    A report's own divergences were measured on the tokens that ranked the layers. This measures a choice on other tokens.
+    A report's own divergences were measured on the tokens that ranked the layers. This measures a choice on other
+    tokens.
 
     Args:
         choices: numbers of the layers in 16 bits; `()` is all layers in 8 bits.
@@ -300,10 +313,12 @@ def divergence(
 
 
 def _layers_in_8_bits(model: Any, make_cache: MakeSkipping) -> tuple[int, ...]:
-    """The numbers of a model's layers whose K and V such a cache can have in 8 bits: those with full attention, and in an `FP8Cache` those
-    with a long sliding window."""
+    """The numbers of a model's layers whose K and V such a cache can have in 8 bits: those with full attention, and in
+    an `FP8Cache` those with a long sliding window."""
     windows = isinstance(make_cache(()), FP8Cache)
-    return tuple(number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (windows and spec.in_pages))
+    return tuple(
+        number for number, spec in enumerate(layers_of(model.config)) if spec.is_full or (windows and spec.in_pages)
+    )
 
 
 class _Runs:
@@ -319,11 +334,15 @@ class _Runs:
         UsageError: a model that `FP8Cache` cannot serve or that is in training mode; no windows of two tokens or more.
     """
 
-    def __init__(self, model: Any, windows: torch.Tensor, chunk: int, *, counts: Sequence[int], progress: Progress | None) -> None:
+    def __init__(
+        self, model: Any, windows: torch.Tensor, chunk: int, *, counts: Sequence[int], progress: Progress | None
+    ) -> None:
         if windows.dim() != 2 or not windows.shape[0] or windows.shape[1] < 2:
             raise UsageError(f"windows must be [N, S + 1] token ids with N and S at least 1; got {list(windows.shape)}")
         if model.training:
-            raise UsageError("the model is in training mode, in which dropout changes its predictions; call model.eval()")
+            raise UsageError(
+                "the model is in training mode, in which dropout changes its predictions; call model.eval()"
+            )
         if (reason := unsupported_reason(model.config)) is not None:
             raise UsageError(reason)
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -341,7 +360,9 @@ class _Runs:
         for begin in range(0, len(runs), GROUP):
             group = [(self.model, self.baseline), *runs[begin : begin + GROUP]]
             report = partial(self._report, len(group))
-            by_run, _ = by_token({str(number): run for number, run in enumerate(group)}, self.windows, step=self.chunk, progress=report)
+            by_run, _ = by_token(
+                {str(number): run for number, run in enumerate(group)}, self.windows, step=self.chunk, progress=report
+            )
             found += [kl for _, kl, _ in list(by_run.values())[1:]]
         return found
 

@@ -4,7 +4,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def qwen2(**sizes):
@@ -25,5 +31,7 @@ def quantized(model, folder, how):
     names = {"AWQ": "qweight", "FP8": "weight", "compressed-tensors": "weight_packed"}
     for name in [name for name in weights if name.endswith("_proj.weight")]:
         x = weights.pop(name)
-        weights[name.removesuffix("weight") + names[how]] = x.to(torch.float8_e4m3fn) if how == "FP8" else x[:, ::8].int()
+        weights[name.removesuffix("weight") + names[how]] = (
+            x.to(torch.float8_e4m3fn) if how == "FP8" else x[:, ::8].int()
+        )
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,6 @@
-"""What an engine needs, by a small engine (`toy.py`): its answers are those of each request alone, in a `PagedKVCache`."""
+"""What an engine needs, by a small engine (`toy.py`): its answers are those of each request alone, in a
+`PagedKVCache`.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ LAYERS = 2
 def scales(tmp_path):
     """A file of means and scales."""
     made = {
-        index: LayerScales(torch.tensor([4 / 127, 5 / 127]), torch.full((2,), 2.0**-5), *torch.randn(2, 2, D).mul(0.3).unbind())
+        index: LayerScales(
+            torch.tensor([4 / 127, 5 / 127]), torch.full((2,), 2.0**-5), *torch.randn(2, 2, D).mul(0.3).unbind()
+        )
         for index in range(LAYERS)
     }
     KVScales(made, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=D).save(tmp_path / "scales.safetensors")
@@ -41,7 +45,9 @@ def alone(model, prompt, wanted, key_dtype, **given):
     return tokens
 
 
-@pytest.mark.parametrize("options", [{}, {"key_dtype": "e4m3"}, {"scales": True}, {"scales": True, "static_scales": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"key_dtype": "e4m3"}, {"scales": True}, {"scales": True, "static_scales": True}]
+)
 def test_answers_are_those_of_each_request_alone(options, scales):
     """Prompts in chunks beside decodes, requests that wait for blocks, and blocks that had other requests' bytes."""
     torch.manual_seed(0)
@@ -54,7 +60,11 @@ def test_answers_are_those_of_each_request_alone(options, scales):
     steps = sum(1 for _ in iter(engine.step, False))
     assert steps > 15 and len(engine.free) == 8 and not engine.waiting and not engine.running
     layers = [KVScales.load(scales).layer(index) for index in range(LAYERS)]
-    own = {"k_mean": [layer.k_mean for layer in layers], "v_mean": [layer.v_mean for layer in layers]} if "scales" in options else {}
+    own = (
+        {"k_mean": [layer.k_mean for layer in layers], "v_mean": [layer.v_mean for layer in layers]}
+        if "scales" in options
+        else {}
+    )
     if "static_scales" in options:
         own = {"scales": layers}
     for request, prompt in zip(requests, prompts, strict=True):
@@ -70,10 +80,21 @@ def test_two_layers_share_pages():
     torch.manual_seed(0)
     memory = torch.zeros(4, 1, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8)
     writer, reader = (
-        EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", writes=writes) for writes in (True, False)
+        EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", writes=writes)
+        for writes in (True, False)
     )
     table, lengths, bounds = (torch.tensor(x, dtype=torch.int32) for x in ([[2, 1]], [140], [0, 140]))
-    step = step_of(lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=140, max_seqlen=140, longest=140)
+    step = step_of(
+        lengths,
+        table,
+        bounds,
+        num_decodes=0,
+        decode_tokens=0,
+        max_decode=1,
+        num_tokens=140,
+        max_seqlen=140,
+        longest=140,
+    )
     q, k, v = (torch.randn(140, heads, D) for heads in (HEADS, KV_HEADS, KV_HEADS))
     outputs = []
     for layer in (writer, reader):
@@ -88,7 +109,9 @@ def test_two_layers_share_pages():
 
 def test_sinks_of_other_heads_are_an_error():
     """A kernel would read past their end. SGLang passes them with each call."""
-    layer = EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", sinks=torch.zeros(HEADS - 1))
+    layer = EngineLayer(
+        HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", sinks=torch.zeros(HEADS - 1)
+    )
     layer.bind(torch.zeros(4, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8))
     q, k = torch.randn(1, HEADS, D), torch.randn(1, KV_HEADS, D)
     with pytest.raises(ValueError, match=rf"sinks, one logit per query head, must be \({HEADS},\)"):
@@ -96,20 +119,34 @@ def test_sinks_of_other_heads_are_an_error():
 
 
 def test_memory_of_another_size_is_an_error():
-    layer = EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", name="model.layers.3")
+    layer = EngineLayer(
+        HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", name="model.layers.3"
+    )
     for memory in (
         torch.zeros(9, KV_HEADS, 128, 2 * D),
         torch.zeros(9, KV_HEADS, 2 * PageSpec.of(D).layout.nbytes, dtype=torch.uint8)[:, :, ::2],
     ):
-        with pytest.raises(RuntimeError, match=r"gave layer model.layers.3 blocks of .* needs 33024 bytes each without gaps"):
+        with pytest.raises(
+            RuntimeError, match=r"gave layer model.layers.3 blocks of .* needs 33024 bytes each without gaps"
+        ):
             layer.bind(memory)
 
 
 def test_a_new_table_of_the_same_step():
     lengths, bounds = torch.tensor([10, 20, 200], dtype=torch.int32), torch.tensor([0, 1, 2, 202], dtype=torch.int32)
-    numbers = {"num_decodes": 2, "decode_tokens": 2, "max_decode": 1, "num_tokens": 202, "max_seqlen": 200, "longest": 200}
+    numbers = {
+        "num_decodes": 2,
+        "decode_tokens": 2,
+        "max_decode": 1,
+        "num_tokens": 202,
+        "max_seqlen": 200,
+        "longest": 200,
+    }
     table, other = torch.arange(12, dtype=torch.int32).view(3, 4), torch.arange(12, 24, dtype=torch.int32).view(3, 4)
-    found, expected = step_of(lengths, table, bounds, **numbers).with_table(other), step_of(lengths, other, bounds, **numbers)
+    found, expected = (
+        step_of(lengths, table, bounds, **numbers).with_table(other),
+        step_of(lengths, other, bounds, **numbers),
+    )
     for part, same in zip(found.parts, expected.parts, strict=True):
         assert torch.equal(part.page_table, same.page_table) and part.tokens == same.tokens
     assert [part.page_table.shape for part in found.parts] == [(2, 4), (1, 2)]

@@ -17,12 +17,16 @@ from .models import SIZES, quantized, qwen2
 
 
 def test_marks_differ_where_bytes_do(tmp_path):
-    """The same tokens have other bytes with another type of keys, other means or other scales. Other options change no byte."""
+    """The same tokens have other bytes with another type of keys, other means or other scales. Other options change no
+    byte.
+    """
     model = qwen2()
     model.save_pretrained(tmp_path / "plain")
     quantized(model, tmp_path / "quantized", "AWQ")
     LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64)).save_pretrained(tmp_path / "llama")
-    scales = KVScales({0: LayerScales(*2 * [torch.ones(2)], *2 * [torch.zeros(2, 64)])}, num_layers=4, num_kv_heads=2, head_dim=64)
+    scales = KVScales(
+        {0: LayerScales(*2 * [torch.ones(2)], *2 * [torch.zeros(2, 64)])}, num_layers=4, num_kv_heads=2, head_dim=64
+    )
     scales.save(tmp_path / "scales.safetensors")
     file = str(tmp_path / "scales.safetensors")
 
@@ -30,7 +34,8 @@ def test_marks_differ_where_bytes_do(tmp_path):
         return mark_of(options, ServedModel(str(tmp_path / model), None, context, num_layers=4, num_kv_heads=2))
 
     different = [
-        (Options(), "plain", 1024), (Options(key_dtype="e4m3"), "plain", 1024), (Options(), "plain", 512), (Options(), "quantized", 1024),
+        (Options(), "plain", 1024), (Options(key_dtype="e4m3"), "plain", 1024), (Options(), "plain", 512),
+        (Options(), "quantized", 1024),
         (Options(), "llama", 512), (Options(file), "plain", 1024), (Options(file, static_scales=True), "plain", 1024),
     ]  # fmt: skip
     found = [of(options, model, context) for options, model, context in different]

@@ -33,7 +33,9 @@ def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
     assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any() and scales is None
     k, v, scales = of_layer(replace(options, static_scales=True), 2, slice(2, 4))
     assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any()
-    torch.testing.assert_close(scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]]))  # V's is rounded up to a power of two
+    torch.testing.assert_close(
+        scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]])
+    )  # V's is rounded up to a power of two
     assert of_layer(options, 1, slice(0, 4)) == StaticState()
     with pytest.raises(UsageError, match=r"num_layers is 3 in the scales and 5 in the model"):
         of_layer(options, 2, slice(0, 4), num_layers=5)
@@ -85,7 +87,10 @@ def test_layers_that_lose_are_named_once(tmp_path, caplog):
     (record,) = caplog.records  # at WARNING, which vLLM's log shows
     step = layer_biases(model, 1024)[1].k_step
     assert step == pytest.approx(200 / 1.6 / 8, rel=0.1)
-    assert f"layers 1 of {tmp_path} lose accuracy in 8 bits" in record.message and f"up to {step:.0f} times as coarse" in record.message
+    assert (
+        f"layers 1 of {tmp_path} lose accuracy in 8 bits" in record.message
+        and f"up to {step:.0f} times as coarse" in record.message
+    )
     assert "--max-model-len" in record.message
 
 

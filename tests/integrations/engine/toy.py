@@ -1,6 +1,8 @@
-"""A small engine with continuous batching, on plain tensors. What it has of fp8attn is what a plugin of an engine would have.
+"""A small engine with continuous batching, on plain tensors. What it has of fp8attn is what a plugin of an engine would
+have.
 
-The "model" has attention layers of random weights and no vocabulary: a token is a vector, and the next token is what the last layer gives.
+The "model" has attention layers of random weights and no vocabulary: a token is a vector, and the next token is what
+the last layer gives.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Request:
 
 
 class Engine:
-    """Serves requests: each step has the next token of every answer, and of prompts as many tokens as the step may have.
+    """Serves requests: each step has the next token of every answer, and of prompts as many tokens as the step may
+    have.
 
     Args:
         model: which it serves.
@@ -76,7 +79,8 @@ class Engine:
         whole = slice(0, KV_HEADS)
         self.layers = [
             EngineLayer(
-                HEADS, KV_HEADS, D, options=options, static=static_state(options, served, index, whole, D), device="cpu",
+                HEADS, KV_HEADS, D, options=options, static=static_state(options, served, index, whole, D),
+                device="cpu",
                 mark=mark_of(options, served), name=f"layer {index}",
             )
             for index in range(len(model.layers))
@@ -143,6 +147,7 @@ class Engine:
         decodes = sum(count == 1 for count in counts)
         bounds = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
         return step_of(
-            torch.tensor(lengths, dtype=torch.int32), table, bounds, num_decodes=decodes, decode_tokens=decodes, max_decode=1,
+            torch.tensor(lengths, dtype=torch.int32), table, bounds, num_decodes=decodes, decode_tokens=decodes,
+            max_decode=1,
             num_tokens=sum(counts), max_seqlen=max(counts), longest=max(lengths),
         )  # fmt: skip

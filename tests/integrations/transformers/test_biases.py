@@ -1,4 +1,6 @@
-"""Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache`, with `calibrate` and with a plain cast."""
+"""Models whose K has large biases (Qwen2.5's failure): the errors with `FP8Cache`, with `calibrate` and with a plain
+cast.
+"""
 
 import warnings
 
@@ -23,8 +25,16 @@ PAIRS = {"high": (1, 5, 11, 14), "middle": (24, 28, 33, 38), "low": (53, 57, 60,
 
 
 def planted(bias, band, family="qwen2", theta=1e4, layers=1, **options):
-    """Layers with one KV head of 128 channels. 4 of the first one's have a bias of `bias` deviations, a deviation being about 0.9."""
-    shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers, "head_dim": 128}
+    """Layers with one KV head of 128 channels. 4 of the first one's have a bias of `bias` deviations, a deviation being
+    about 0.9.
+    """
+    shape = {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": layers,
+        "head_dim": 128,
+    }
     rope = {"rope_type": "default", "rope_theta": theta}
     llama = {"attention_bias": True} if family == "llama" else {}
     model = make(family, **shape, **llama, **options, max_position_embeddings=TOKENS, rope_parameters=rope)
@@ -75,14 +85,18 @@ def test_planted_biases(bias, band, family):
     if bias >= 50:
         assert found["int8"] <= found["cast"] / 3, found
         assert found["int8 calibrated"] <= found["cast"] / 3, found
-        if band == "low":  # elsewhere E4M3 keys have nothing to win: RoPE turns the bias, and their error is relative to it
+        if (
+            band == "low"
+        ):  # elsewhere E4M3 keys have nothing to win: RoPE turns the bias, and their error is relative to it
             assert found["e4m3"] <= found["cast"] / 3, found
     warned = {check.name for check in examine(model) if check.status == "warn" and "layers 0:" in check.detail}
     names_an_offset = "offsets of K" in warned
     assert names_an_offset == layer_biases(model)[0].stands_out
     assert ("steps of INT8 keys" in warned) == layer_biases(model)[0].loses == (band != "low" and bias >= 50)
     if band != "low":
-        assert names_an_offset and scales.k_offsets[0] == pytest.approx(bias / 0.9, rel=0.35)  # the deviations are 0.8 to 1
+        assert names_an_offset and scales.k_offsets[0] == pytest.approx(
+            bias / 0.9, rel=0.35
+        )  # the deviations are 0.8 to 1
     elif bias == 10:
         assert not names_an_offset and not scales.k_offsets
 
@@ -115,7 +129,9 @@ def test_e4m3_keys_are_rotated_where_no_offset_is_left():
 
 
 def test_k_mean_is_the_best_constant_where_rope_is_slow():
-    """The formula of the mean of R(t) b over positions: `b sin(n f / 2) / (n sin(f / 2))`, rotated by `(n - 1) f / 2`."""
+    """The formula of the mean of R(t) b over positions: `b sin(n f / 2) / (n sin(f / 2))`, rotated by `(n
+    - 1) f / 2`.
+    """
     model = planted(50, "any")
     (mean,) = layer_biases(model)[0].k_mean
     bias = model.model.layers[0].self_attn.k_proj.bias.detach().double()
@@ -123,16 +139,23 @@ def test_k_mean_is_the_best_constant_where_rope_is_slow():
     pair = torch.complex(bias[:64], bias[64:])
     kept = torch.sin(TOKENS * frequency / 2) / (TOKENS * torch.sin(frequency / 2))
     expected = pair * kept * torch.exp(0.5j * (TOKENS - 1) * frequency)
-    # tan(a) < 2 a, where a is half the angle: then no position is farther from the mean than from zero. Of the four pairs one is so slow.
+    # tan(a) < 2 a, where a is half the angle: then no position is farther from the mean than from zero. Of the four
+    # pairs one is so slow.
     expected = torch.where(TOKENS * frequency < 2.33, expected, 0.0)
     torch.testing.assert_close(mean.double(), torch.cat([expected.real, expected.imag]), rtol=1e-3, atol=0.01)
     assert mean.nonzero().flatten().tolist() == [60, 124]
 
 
 def test_k_step_is_how_much_larger_the_step_of_int8_keys_is():
-    """Biases of 50 in 4 of 128 channels, a deviation being about 0.9: without a mean its square is 1 + 4 * 50^2 / 0.9^2 / 128."""
+    """Biases of 50 in 4 of 128 channels, a deviation being about 0.9: without a mean its square is 1 + 4 * 50^2 / 0.9^2
+    / 128.
+    """
     fast, slow = (layer_biases(planted(50, band))[0] for band in ("high", "low"))
-    assert fast.k_mean is None and fast.loses and fast.k_step == pytest.approx((1 + 4 * (50 / 0.9) ** 2 / 128) ** 0.5, rel=0.1)
+    assert (
+        fast.k_mean is None
+        and fast.loses
+        and fast.k_step == pytest.approx((1 + 4 * (50 / 0.9) ** 2 / 128) ** 0.5, rel=0.1)
+    )
     assert slow.k_mean is not None and not slow.loses and slow.k_step < 2
 
 
@@ -168,9 +191,13 @@ class Projection(torch.nn.Module):
 @pytest.mark.parametrize("length", [None, 1100])
 @pytest.mark.parametrize("band", ["high", "middle", "any"])
 def test_layers_that_lose_stay_in_16_bits_unless_the_user_says_otherwise(band, length):
-    """The first of two layers. In 8 bits its attention has an error of 9 to 19%. In 16 bits it has none (32 in this model)."""
+    """The first of two layers. In 8 bits its attention has an error of 9 to 19%. In 16 bits it has none (32 in this
+    model).
+    """
     model = planted(200, band, layers=2)
-    with pytest.warns(UserWarning, match=r"keeps layers 0 of Qwen2\w+ in 16 bits.* \d\d times as coarse.* skip_layers=\[0\]") as said:
+    with pytest.warns(
+        UserWarning, match=r"keeps layers 0 of Qwen2\w+ in 16 bits.* \d\d times as coarse.* skip_layers=\[0\]"
+    ) as said:
         kept = FP8Cache(model, max_cache_len=length)
     assert len(said) == 1 and said[0].filename == __file__
     with warnings.catch_warnings():
@@ -184,9 +211,13 @@ def test_layers_that_lose_stay_in_16_bits_unless_the_user_says_otherwise(band, l
 
 
 @pytest.mark.parametrize("key_dtype", ["int8", "e4m3"])
-@pytest.mark.parametrize(("bias", "bands"), [(20, ()), (50, ("high", "middle", "any")), (200, ("high", "middle", "any"))])
+@pytest.mark.parametrize(
+    ("bias", "bands"), [(20, ()), (50, ("high", "middle", "any")), (200, ("high", "middle", "any"))]
+)
 def test_which_planted_biases_keep_a_layer_in_16_bits(bias, bands, key_dtype):
-    """The threshold of `k_step` is 8. These have at most 4.1 with 20 deviations, 8.5 to 10 with 50, and 34 to 39 with 200."""
+    """The threshold of `k_step` is 8. These have at most 4.1 with 20 deviations, 8.5 to 10 with 50, and 34 to 39 with
+    200.
+    """
     for band in PAIRS:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -195,7 +226,9 @@ def test_which_planted_biases_keep_a_layer_in_16_bits(bias, bands, key_dtype):
 
 
 def test_what_calibrated_means_leave_decides():
-    """Slow pairs: the biases' own mean removes them, a calibration without means removes nothing, and one with means does."""
+    """Slow pairs: the biases' own mean removes them, a calibration without means removes nothing, and one with means
+    does.
+    """
     model = planted(200, "low", layers=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,7 +246,9 @@ def test_what_calibrated_means_leave_decides():
 
 
 def test_layers_that_lose_are_in_8_bits_where_nothing_else_would_be_or_must_be():
-    with pytest.warns(UserWarning, match=r"layers 0 of Qwen2\w+ lose accuracy .* otherwise no layer would be\. .* skip_layers=\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"layers 0 of Qwen2\w+ lose accuracy .* otherwise no layer would be\. .* skip_layers=\(\)"
+    ):
         assert FP8Cache(planted(200, "high")).fp8_layers == (0,)
     with pytest.warns(UserWarning, match=r"layers 0 of .* batch_invariant=True has no layer in 16 bits"):
         assert FP8Cache(planted(200, "high", layers=2), batch_invariant=True).fp8_layers == (0, 1)
@@ -295,7 +330,9 @@ def test_a_fused_projection_and_a_norm_with_a_shift():
 
 
 def test_a_fused_projection_is_as_three_separate_ones():
-    """Phi-3's qkv_proj with the weights of a model that has q_proj, k_proj and v_proj: outliers of K that meet small channels of Q."""
+    """Phi-3's qkv_proj with the weights of a model that has q_proj, k_proj and v_proj: outliers of K that meet small
+    channels of Q.
+    """
     separate = make("llama", hidden_size=256, num_hidden_layers=1)
     plant(separate, STRENGTHS[3])
     fused = make("phi3-partial-rotary", num_hidden_layers=1)
@@ -311,10 +348,14 @@ def test_a_fused_projection_is_as_three_separate_ones():
 
 
 def fused_with_biases(family):
-    """A model of one layer with a fused projection, and what it adds to each K and V, `[heads, head_dim]`: its own bias, and the norm's."""
+    """A model of one layer with a fused projection, and what it adds to each K and V, `[heads, head_dim]`: its own
+    bias, and the norm's.
+    """
     shape = {"vocab_size": VOCABULARY, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     if family == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=4, n_embd=256, vocab_size=VOCABULARY))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=1, n_head=4, n_embd=256, vocab_size=VOCABULARY)
+        )
         linear, norm = model.transformer.h[0].attn.c_attn, model.transformer.h[0].ln_1
     else:
         config = transformers.GPTNeoXConfig(**shape, intermediate_size=512, max_position_embeddings=TOKENS)
@@ -338,7 +379,9 @@ def fused_with_biases(family):
 @pytest.mark.parametrize("family", ["gpt2", "neox"])
 @torch.no_grad()
 def test_a_fused_projection_s_biases_are_those_that_the_cache_gets(family):
-    """With inputs that are only what the norm adds, K before RoPE and V are what the biases add. NeoX's K at position 0 is not rotated."""
+    """With inputs that are only what the norm adds, K before RoPE and V are what the biases add. NeoX's K at position 0
+    is not rotated.
+    """
     model, cache, seen = fused_with_biases(family)
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     [(k, v)] = seen
@@ -356,16 +399,22 @@ def test_a_fused_projection_s_biases_are_those_that_the_cache_gets(family):
 
 
 def test_biases_that_cannot_be_read_cause_a_warning():
-    """StarCoder's c_attn is of another form, and a model on meta has no weights. Without biases there is nothing to warn of."""
+    """StarCoder's c_attn is of another form, and a model on meta has no weights. Without biases there is nothing to
+    warn of.
+    """
     config = transformers.GPTBigCodeConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=VOCABULARY)
     starcoder = transformers.GPTBigCodeForCausalLM(config)
     assert spread_layers(starcoder) == set() and all(found.unread for found in layer_biases(starcoder).values())
     with pytest.warns(
-        UserWarning, match=r"biases of GPTBigCodeForCausalLM .* in layers 0-1 cannot be read.*fp8attn_tools\.calibrate\(model"
+        UserWarning,
+        match=r"biases of GPTBigCodeForCausalLM .* in layers 0-1 cannot be read.*fp8attn_tools\.calibrate\(model",
     ):
         FP8Cache(starcoder)
     assert [check.status for check in examine(starcoder)] == ["warn"]
-    with pytest.warns(UserWarning, match="biases of Qwen2ForCausalLM .* in layers 0-2 cannot be read, because the weights are not loaded"):
+    with pytest.warns(
+        UserWarning,
+        match="biases of Qwen2ForCausalLM .* in layers 0-2 cannot be read, because the weights are not loaded",
+    ):
         FP8Cache(make("qwen2").to("meta"), key_dtype="e4m3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -460,7 +509,9 @@ def test_models_without_large_biases_get_no_means(family):
 
 
 def test_e4m3_keys_are_not_rotated_where_outliers_of_k_meet_small_channels_of_q():
-    """Planted factors of K, and their inverses of Q: 4 double the error at most, 16 and 64 do not. INT8 keys are rotated all the same."""
+    """Planted factors of K, and their inverses of Q: 4 double the error at most, 16 and 64 do not. INT8 keys are
+    rotated all the same.
+    """
     for strength, rotated in ((0, True), (1, True), (2, False), (3, False)):
         model = make("llama")
         if strength:
@@ -494,7 +545,8 @@ def test_next_tokens_of_a_model_with_large_biases_of_k(bias, band):
     model = planted(bias, band, layers=3)
     with using(model, "sdpa"):
         exact, cast = (
-            next_tokens(model, each) for each in (transformers.DynamicCache(config=model.config), cache_factory("scale-1", model)())
+            next_tokens(model, each)
+            for each in (transformers.DynamicCache(config=model.config), cache_factory("scale-1", model)())
         )
 
     def divergence(cache):
@@ -506,5 +558,8 @@ def test_next_tokens_of_a_model_with_large_biases_of_k(bias, band):
         assert divergence(FP8Cache(model, key_dtype=key_dtype)) < limit
         # All layers in 8 bits, with biases subtracted or not. Measured: INT8 keys at most a ninth of what a cast to
         # E4M3 costs, and E4M3 keys as much as a cast, or less.
-        for cache in (FP8Cache(model, key_dtype=key_dtype, skip_layers=()), bare(model, key_dtype=key_dtype, skip_layers=())):
+        for cache in (
+            FP8Cache(model, key_dtype=key_dtype, skip_layers=()),
+            bare(model, key_dtype=key_dtype, skip_layers=()),
+        ):
             assert divergence(cache) < (of_cast / 5 if key_dtype == "int8" else 1.1 * of_cast)

@@ -30,7 +30,13 @@ def llama():
 
 @pytest.mark.parametrize(
     ("skip", "expected"),
-    [((), (0, 1, 2)), ([0, -1], (1,)), (lambda i: i == 1, (0, 2)), (edge_layers(1, 1), (1,)), (edge_layers(last=2), (0,))],
+    [
+        ((), (0, 1, 2)),
+        ([0, -1], (1,)),
+        (lambda i: i == 1, (0, 2)),
+        (edge_layers(1, 1), (1,)),
+        (edge_layers(last=2), (0,)),
+    ],
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_skipped_layers_stay_in_16_bits(llama, skip, expected, static):
@@ -60,7 +66,8 @@ def test_skipped_layers_with_left_padding_and_long_prompts(llama, monkeypatch):
 
 def test_calibrated_scales_are_used(llama):
     layers = {
-        i: LayerScales(torch.full((2,), 0.02), torch.full((2,), 0.05), torch.full((2, 64), 0.1), torch.zeros(2, 64)) for i in range(3)
+        i: LayerScales(torch.full((2,), 0.02), torch.full((2,), 0.05), torch.full((2, 64), 0.1), torch.zeros(2, 64))
+        for i in range(3)
     }
     scales = KVScales(layers=layers, num_layers=3, num_kv_heads=2, head_dim=64)
     ids = prompt()
@@ -68,10 +75,14 @@ def test_calibrated_scales_are_used(llama):
     outs = [logits(llama, cache, ids) for cache in caches]
     assert torch.equal(*outs)
     pages = caches[0].pages(1)
-    torch.testing.assert_close(pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0)  # INT8: any number
+    torch.testing.assert_close(
+        pages.k_scale, torch.full_like(pages.k_scale, 0.02), rtol=1e-6, atol=0
+    )  # INT8: any number
     assert (pages.v_scale == 2.0**-4).all()  # E4M3: the power of two above
     torch.testing.assert_close(rotate_back(pages.format.stored_k_mean), torch.full((2, 64), 0.1), rtol=1e-5, atol=0)
-    with pytest.raises(ValueError, match="are for key_dtype='int8', rotate_keys=True, and the cache has key_dtype='e4m3'"):
+    with pytest.raises(
+        ValueError, match="are for key_dtype='int8', rotate_keys=True, and the cache has key_dtype='e4m3'"
+    ):
         FP8Cache(llama, scales=scales, key_dtype="e4m3")
     other = KVScales(layers=layers, num_layers=4, num_kv_heads=2, head_dim=64)
     with pytest.raises(ValueError, match="another model"):
@@ -112,7 +123,9 @@ USES = {
 @pytest.mark.parametrize("first", [0, 130])
 @torch.no_grad()
 def test_a_cache_whose_layers_disagree_says_so_and_goes_back(llama, tmp_path, static, skip, stopped, first):
-    """Also if layers in 16 bits, before or after the FP8 layers, do. Not to the bit: dropped tokens may have made a page's scale grow."""
+    """Also if layers in 16 bits, before or after the FP8 layers, do. Not to the bit: dropped tokens may have made a
+    page's scale grow.
+    """
     ids, new = prompt(), 150 - first
     cache = FP8Cache(llama, skip_layers=skip, max_cache_len=200 if static else None)
     if first:
@@ -121,7 +134,10 @@ def test_a_cache_whose_layers_disagree_says_so_and_goes_back(llama, tmp_path, st
     interrupted(llama, stopped, ids[:, first:], past_key_values=cache)
     behind, ahead = ("1-2", "0") if stopped == 0 else ("2", "0-1")
     for use in USES.values():
-        with pytest.raises(RuntimeError, match=rf"layers {behind} hold {first} tokens, layers {ahead} hold 150 .*cache\.crop\(0\).*reset"):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"layers {behind} hold {first} tokens, layers {ahead} hold 150 .*cache\.crop\(0\).*reset",
+        ):
             use(cache, llama, tmp_path / "prompt")
     assert not (tmp_path / "prompt").exists()
     again = copy.deepcopy(cache)
@@ -156,7 +172,9 @@ def test_a_window_in_16_bits_that_has_dropped_tokens_asks_for_a_reset(static):
         close(model(ids[:, 20:25], past_key_values=cache).logits, expected)
         model(ids[:, 25:], past_key_values=cache)
     held = copy.deepcopy(cache)
-    with pytest.raises(RuntimeError, match=r"layer 0 cannot go back from 150 to 140 tokens: in 16 bits, it has .*cache\.reset\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 cannot go back from 150 to 140 tokens: in 16 bits, it has .*cache\.reset\(\)"
+    ):
         cache.crop(-10)
     cache.crop(0)
     with torch.no_grad():
@@ -170,7 +188,10 @@ def test_a_window_in_16_bits_that_has_dropped_tokens_asks_for_a_reset(static):
             cache.crop(0)
     cache.crop(-200)  # to nothing is always possible
     with torch.no_grad():
-        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=FP8Cache(model)).logits) or static
+        assert (
+            torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=FP8Cache(model)).logits)
+            or static
+        )
     assert int(cache.get_seq_length()) == 150
 
 
@@ -189,8 +210,8 @@ def test_a_window_in_16_bits_that_records_goes_back_as_far_as_it_has_recorded():
 
 @torch.no_grad()
 def test_an_interrupt_where_later_layers_share_k_and_v_is_seen_by_the_mask():
-    """All layers that append have the tokens, so the cache holds them: only a mask of the whole conversation can say that a forward appends
-    them again."""
+    """All layers that append have the tokens, so the cache holds them: only a mask of the whole conversation can say
+    that a forward appends them again."""
     model, ids = make("gemma3n-shared-kv", sliding_window=512), prompt(2, 45)
     cache, mask = FP8Cache(model), torch.ones_like(ids)
     whole = model(ids, past_key_values=FP8Cache(model)).logits
@@ -266,13 +287,15 @@ def test_an_empty_batch_is_refused(llama):
 
 @torch.no_grad()
 def test_a_second_prompt_that_is_not_the_conversation_is_refused_where_it_shows(llama):
-    """`generate` cuts as many tokens from a prompt as the cache has, and passes a mask on if it has padding. The mask of a prompt that is
-    shorter than the conversation is too short then; nothing shows another one."""
+    """`generate` cuts as many tokens from a prompt as the cache has, and passes a mask on if it has padding. The mask
+    of a prompt that is shorter than the conversation is too short then; nothing shows another one."""
     cache, ids = FP8Cache(llama), prompt(2, 30)
     llama.generate(prompt(2, 40), past_key_values=cache, max_new_tokens=6, do_sample=False)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
-    with pytest.raises(ValueError, match=r"of 30 tokens, and the cache holds 45 and gets 15 .* For another prompt .* reset\(\)"):
+    with pytest.raises(
+        ValueError, match=r"of 30 tokens, and the cache holds 45 and gets 15 .* For another prompt .* reset\(\)"
+    ):
         llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
     assert cache.get_seq_length() == 45
 
@@ -282,7 +305,9 @@ def test_a_prompt_of_which_the_cache_leaves_nothing_is_refused(llama):
     cache, ids = FP8Cache(llama), prompt(1, 10).flip(1)
     llama.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=6, do_sample=False)
     with pytest.raises(ValueError, match=r"no new tokens.* holds 45 tokens.* call reset\(\)"):
-        llama.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False)
+        llama.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False
+        )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +330,9 @@ def test_nbytes_is_half(llama):
     assert 0.5 < caches[0].nbytes / (3 * bf16_layer) < 0.51
     assert caches[1].nbytes == caches[0].nbytes
     table = caches[0].pages(0).page_table.nbytes
-    assert caches[2].nbytes - table == (caches[0].nbytes - table) * 2 // 3 + 2 * bf16_layer  # a float32 model's 16-bit layer is in float32
+    assert (
+        caches[2].nbytes - table == (caches[0].nbytes - table) * 2 // 3 + 2 * bf16_layer
+    )  # a float32 model's 16-bit layer is in float32
 
 
 @pytest.mark.parametrize("skip", [(), (0,)])
@@ -422,9 +449,21 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
         (transformers.MiniMaxConfig(), "'minimax' takes no cache but its own"),
         (transformers.MllamaConfig(), r"'mllama_text_model' has cross-attention layers \(3, 8, 13"),
         (LlamaConfig(**SHAPE, head_dim=48), r"'llama': head_dim must be one of \(64, 80, 96.*; got 48"),
-        (transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2), "'bloom' computes its attention itself"),
+        (
+            transformers.BloomConfig(vocab_size=89, hidden_size=128, n_layer=2, n_head=2),
+            "'bloom' computes its attention itself",
+        ),
     ],
-    ids=["all-sliding", "mla", "encoder-decoder", "linear", "own-cache", "cross-attention", "head_dim", "own-attention"],
+    ids=[
+        "all-sliding",
+        "mla",
+        "encoder-decoder",
+        "linear",
+        "own-cache",
+        "cross-attention",
+        "head_dim",
+        "own-attention",
+    ],
 )
 def test_models_that_are_refused(config, message):
     """At the door, before the model is changed. Its weights are on no device here."""
@@ -440,9 +479,13 @@ def test_models_that_are_refused(config, message):
 def test_layers_of_another_head_dim_are_named_with_the_option_that_keeps_them_in_16_bits(monkeypatch):
     model, specs = make(), build_module.layers_of
     monkeypatch.setattr(
-        build_module, "layers_of", lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))]
+        build_module,
+        "layers_of",
+        lambda config: [replace(s, head_dim=48 if i < 2 else 64) for i, s in enumerate(specs(config))],
     )
-    with pytest.raises(UsageError, match=r"layer 0: head_dim must be one of .*; got 48\..*in 16 bits: skip_layers=\[0, 1\]"):
+    with pytest.raises(
+        UsageError, match=r"layer 0: head_dim must be one of .*; got 48\..*in 16 bits: skip_layers=\[0, 1\]"
+    ):
         FP8Cache(model)
     assert FP8Cache(model, skip_layers=[0, 1]).fp8_layers == (2,)
 
@@ -473,9 +516,13 @@ def test_a_file_in_place_of_its_scales_is_refused(llama):
 def test_a_config_in_place_of_its_model_is_refused(llama):
     """A config knows no biases: without means, Qwen2.5 would lose several times as much, in silence."""
     for make_cache in (FP8Cache, lambda config: FP8Cache.load("prompt", config)):
-        with pytest.raises(TypeError, match=r"takes the model, and got its config \(LlamaConfig\).* Call FP8Cache\(model, \.\.\.\)"):
+        with pytest.raises(
+            TypeError, match=r"takes the model, and got its config \(LlamaConfig\).* Call FP8Cache\(model, \.\.\.\)"
+        ):
             make_cache(llama.config)
-    with pytest.raises(TypeError, match=r"got OptimizedModule\. For a compiled or wrapped model, pass the model inside"):
+    with pytest.raises(
+        TypeError, match=r"got OptimizedModule\. For a compiled or wrapped model, pass the model inside"
+    ):
         FP8Cache(torch.compile(llama))
 
 
@@ -484,7 +531,9 @@ def test_a_window_that_cannot_be_cropped_leaves_all_layers_as_they_are():
     cache = FP8Cache(model)
     logits(model, cache, prompt())
     lengths = [int(layer.get_seq_length()) for layer in cache.layers]
-    with pytest.raises(RuntimeError, match=r"layer 0 cannot go back from 150 to 148 tokens: .*a window.*cache\.reset\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"layer 0 cannot go back from 150 to 148 tokens: .*a window.*cache\.reset\(\)"
+    ):
         cache.crop(-2)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == lengths
 

@@ -26,12 +26,20 @@ SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128}
 
 def gemma3(**changes):
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    options = {"num_hidden_layers": 3, "layer_types": kinds, "sliding_window": 512, "head_dim": 256, "num_key_value_heads": 1}
+    options = {
+        "num_hidden_layers": 3,
+        "layer_types": kinds,
+        "sliding_window": 512,
+        "head_dim": 256,
+        "num_key_value_heads": 1,
+    }
     return transformers.Gemma3TextConfig(**{**options, "num_attention_heads": 4, **changes})
 
 
 def test_llama():
-    config = transformers.LlamaConfig(num_hidden_layers=3, num_attention_heads=8, hidden_size=512, num_key_value_heads=2)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, num_attention_heads=8, hidden_size=512, num_key_value_heads=2
+    )
     assert layers_of(config) == 3 * [LayerSpec("full_attention", 8, 2, 64)]
     assert attention_shape(config) == (8, 2, 64)
 
@@ -52,7 +60,8 @@ def test_windows():
 
 def test_layers_that_share_k_and_v_are_not_counted():
     config = transformers.Gemma3nTextConfig(
-        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2, sliding_window=32,
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+        sliding_window=32,
         intermediate_size=[96] * 4, activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
     assert unsupported_reason(config) is None
@@ -62,12 +71,24 @@ def test_gemma_4_has_layers_of_two_shapes():
     """From transformers 5.20 on, layers have their own configs; before, the model's names those of full attention."""
     kinds = ["sliding_attention", "full_attention"]
     config = transformers.Gemma4TextConfig(
-        num_hidden_layers=2, layer_types=kinds, num_key_value_heads=4, attention_k_eq_v=True, num_global_key_value_heads=2
+        num_hidden_layers=2,
+        layer_types=kinds,
+        num_key_value_heads=4,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
     )
     assert unsupported_reason(config) is None
-    assert [(layer.kind, layer.num_kv_heads, layer.head_dim) for layer in layers_of(config)] == [(kinds[0], 4, 256), (kinds[1], 2, 512)]
+    assert [(layer.kind, layer.num_kv_heads, layer.head_dim) for layer in layers_of(config)] == [
+        (kinds[0], 4, 256),
+        (kinds[1], 2, 512),
+    ]
     before = SimpleNamespace(
-        num_attention_heads=8, num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        global_head_dim=512,
+        num_global_key_value_heads=2,
+        attention_k_eq_v=True,
     )
     assert [heads_of(before, kind) for kind in kinds] == [(8, 4, 256), (8, 2, 512)]
 
@@ -92,7 +113,11 @@ REFUSED = {
 def test_models_are_refused_in_the_same_words_everywhere(words):
     config = REFUSED[words]()
     messages = set()
-    for use in (layers_of, attention_shape, lambda config: calibrate(_Model(config), [torch.zeros(1, 4, dtype=torch.long)])):
+    for use in (
+        layers_of,
+        attention_shape,
+        lambda config: calibrate(_Model(config), [torch.zeros(1, 4, dtype=torch.long)]),
+    ):
         with pytest.raises(UsageError, match=words) as refused:
             use(config)
         messages.add(str(refused.value))
@@ -118,6 +143,8 @@ def test_the_cache_refuses_layers_that_it_does_not_hold(monkeypatch):
 def test_the_keyword_of_a_cache_is_the_models_own():
     """transformers 5.24 renamed it, and warns of the former name."""
     renamed = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
-    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=32, num_attention_heads=1)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=64, vocab_size=32, num_attention_heads=1
+    )
     model = transformers.LlamaForCausalLM(config)
     assert cache_keyword(model) == ("cache" if renamed else "past_key_values")

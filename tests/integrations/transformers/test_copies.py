@@ -33,7 +33,9 @@ MOVES = {
     "copy": lambda cache, *_: copy.deepcopy(cache),
     "pickle": lambda cache, *_: pickle.loads(pickle.dumps(cache)),
     "file": in_a_file,
-    "turns": lambda cache, model, path, ids, static: MOVES[("copy", "file", "pickle")[ids.shape[1] % 3]](cache, model, path, ids, static),
+    "turns": lambda cache, model, path, ids, static: MOVES[("copy", "file", "pickle")[ids.shape[1] % 3]](
+        cache, model, path, ids, static
+    ),
 }
 
 

@@ -74,7 +74,9 @@ def test_crop_keeps_exactly_the_tokens_before(model, held, static, number):
         cache = filled(model, held, static)
         before, kept = contents(cache, held), max(0, held - n)
         if reason := refusal(cache, number(-n)):
-            assert cannot_crop(cache, held) and ("activate_past_recording" in reason or "Make the FP8Cache without" in reason)
+            assert cannot_crop(cache, held) and (
+                "activate_past_recording" in reason or "Make the FP8Cache without" in reason
+            )
             kept = held
         assert int(cache.get_seq_length()) == kept and lengths(cache) == {kept}
         if kept:
@@ -150,7 +152,9 @@ def test_generate_does_not_go_on_past_a_full_static_cache(model):
 
 @torch.no_grad()
 def test_positions_may_jump():
-    """Keys are stored as RoPE has turned them. A model that is given other positions for new tokens attends from there."""
+    """Keys are stored as RoPE has turned them. A model that is given other positions for new tokens
+    attends from there.
+    """
     model = make("llama")
     outs = []
     for cache in (FP8Cache(model), Oracle(model.config)):

@@ -20,7 +20,11 @@ def divided(monkeypatch):
 
     def divide(on=True):
         for module in (build, files):
-            monkeypatch.setattr(module, "layer_devices", (lambda _, count: [*islice(cycle([CPU, OTHER]), count)]) if on else layer_devices)
+            monkeypatch.setattr(
+                module,
+                "layer_devices",
+                (lambda _, count: [*islice(cycle([CPU, OTHER]), count)]) if on else layer_devices,
+            )
 
     return divide
 
@@ -90,9 +94,15 @@ def test_devices_of_layers(tmp_path):
     count = model.config.num_hidden_layers
     assert layer_devices(model, count) == [CPU] * count
     wanted = generated(model, FP8Cache(model), ids)
-    names = [name for name, _ in model.named_children() if name != "model"] + [f"model.{name}" for name, _ in model.model.named_children()]
-    places = {name: "cpu" for name in names if name != "model.layers"} | {f"model.layers.{i}": "cpu" for i in range(count)}
-    model = accelerate.dispatch_model(model, places | {"model.layers.1": "disk"}, offload_dir=tmp_path, main_device="cpu")
+    names = [name for name, _ in model.named_children() if name != "model"] + [
+        f"model.{name}" for name, _ in model.model.named_children()
+    ]
+    places = {name: "cpu" for name in names if name != "model.layers"} | {
+        f"model.layers.{i}": "cpu" for i in range(count)
+    }
+    model = accelerate.dispatch_model(
+        model, places | {"model.layers.1": "disk"}, offload_dir=tmp_path, main_device="cpu"
+    )
     assert next(model.model.layers[1].parameters()).is_meta
     assert layer_devices(model, count) == [CPU] * count
     cache = FP8Cache(model)

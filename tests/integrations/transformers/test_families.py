@@ -14,7 +14,9 @@ SERVED = [name for name in families() if name not in UNTRIED and unsupported_rea
 # Logits of mixtures of experts: a rounding error can choose another expert. Granite multiplies by large constants.
 LOUD = 0.2
 
-pytestmark = pytest.mark.skipif(not transformers.__version__.startswith(NEWEST), reason=f"docs/families.md is of transformers {NEWEST}")
+pytestmark = pytest.mark.skipif(
+    not transformers.__version__.startswith(NEWEST), reason=f"docs/families.md is of transformers {NEWEST}"
+)
 
 
 @pytest.mark.slow

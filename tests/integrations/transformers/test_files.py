@@ -52,7 +52,9 @@ def test_what_the_weights_decided_is_in_the_file(tmp_path):
     cache.save(tmp_path / "prompt")
     loaded = FP8Cache.load(tmp_path / "prompt", model)
     assert [layer.rotate_keys for layer in loaded.layers] == [layer.rotate_keys for layer in cache.layers]
-    assert loaded.pages(1).format.v_mean is not None and torch.equal(loaded.pages(1).format.v_mean, cache.pages(1).format.v_mean)
+    assert loaded.pages(1).format.v_mean is not None and torch.equal(
+        loaded.pages(1).format.v_mean, cache.pages(1).format.v_mean
+    )
     more = torch.cat([ids, prompt(length=5)], 1)
     assert torch.equal(generated(model, cache, more)[1], generated(model, loaded, more)[1])
     loaded.reset()
@@ -142,7 +144,9 @@ def test_a_file_knows_the_tokens_of_its_prompt(tmp_path):
     for given in (other, ids[:, :100], ids.flip(0)):
         with pytest.raises(ValueError, match=r"is from another prompt: it holds 140 tokens.*save it to another file"):
             FP8Cache.load(path, model, tokens=given)
-    with pytest.raises(ValueError, match=r"holds 2 sequences, and tokens must be the ids \[B, S\] of as many; got \[1, 140\]"):
+    with pytest.raises(
+        ValueError, match=r"holds 2 sequences, and tokens must be the ids \[B, S\] of as many; got \[1, 140\]"
+    ):
         FP8Cache.load(path, model, tokens=ids[:1])
 
 

@@ -1,4 +1,6 @@
-"""FP8Cache of models with linear layers, whose states are transformers', and of models whose layers have several shapes."""
+"""FP8Cache of models with linear layers, whose states are transformers', and of models whose layers have several
+shapes.
+"""
 
 import copy
 
@@ -33,7 +35,8 @@ def test_the_memory_is_pages_and_states(family):
     sixteen = plain(model.config)
     logits(model, sixteen, prompt())
     states = sum(
-        x.nbytes for layer in sixteen.layers for name in ("conv_states", "recurrent_states") for x in getattr(layer, name, {}).values()
+        x.nbytes for layer in sixteen.layers for name in ("conv_states", "recurrent_states") for x in getattr(layer,
+        name, {}).values()
         if x is not None
     )  # fmt: skip
     assert states and cache.nbytes == states + cache.paged.nbytes
@@ -77,7 +80,9 @@ def test_what_a_state_cannot_do_is_refused_before_anything_changes(family):
     model(ids, past_key_values=cache)
     before = cache.get_seq_length()
     for method, arguments in (("batch_repeat_interleave", (2,)), ("batch_select_indices", (torch.tensor([0]),))):
-        with pytest.raises(ValueError, match=rf"{method} needs layers of attention alone: transformers' linear layers \(.*final batch"):
+        with pytest.raises(
+            ValueError, match=rf"{method} needs layers of attention alone: transformers' linear layers \(.*final batch"
+        ):
             getattr(cache, method)(*arguments)
     with pytest.raises(RuntimeError, match=r"layer \d cannot go back from 150 to 147 tokens: .*cache\.reset\(\)"):
         cache.crop(-3)
@@ -87,7 +92,9 @@ def test_what_a_state_cannot_do_is_refused_before_anything_changes(family):
 @pytest.mark.parametrize("first", [0, 130])
 @torch.no_grad()
 def test_an_interrupted_forward_after_a_state_has_changed(first):
-    """Of the first prompt nothing is left; a longer one cannot go back. A state alone shows only whether it has any tokens."""
+    """Of the first prompt nothing is left; a longer one cannot go back. A state alone shows only whether it has any
+    tokens.
+    """
     model, ids = make("qwen3.5-linear"), prompt()
     cache = FP8Cache(model)
     expected = model(ids[:, first:], past_key_values=FP8Cache(model)).logits
@@ -95,7 +102,9 @@ def test_an_interrupted_forward_after_a_state_has_changed(first):
         model(ids[:, :first], past_key_values=cache)
     interrupted(model, 1, ids[:, first:], past_key_values=cache, where="k_proj")
     if not first:
-        with pytest.raises(RuntimeError, match=r"layers 1 hold 0 tokens, and states of linear layers have changed.*cache\.reset\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"layers 1 hold 0 tokens, and states of linear layers have changed.*cache\.reset\(\)"
+        ):
             model(ids[:, first:], past_key_values=cache)
     cache.reset()
     close(model(ids[:, first:], past_key_values=cache).logits, expected)
@@ -110,7 +119,10 @@ def test_layers_of_attention_that_disagree_beside_a_state_ask_for_a_reset():
     interrupted(model, 0, ids[:, 130:], past_key_values=cache)
     with pytest.raises(RuntimeError, match=r"layers 2 hold 130 tokens, layers 0 hold 150 .* cache\.reset\(\)"):
         model(ids[:, 130:], past_key_values=cache)
-    with pytest.raises(RuntimeError, match=r"layer 1 cannot go back from 150 to 130 tokens: in 16 bits, it has a state .*cache\.reset\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"layer 1 cannot go back from 150 to 130 tokens: in 16 bits, it has a state .*cache\.reset\(\)",
+    ):
         cache.crop(0)
     assert [cache.layers[i].held for i in (0, 2)] == [150, 130]
     cache.crop(-130)
@@ -124,7 +136,8 @@ def test_a_convolution_s_state_that_records_goes_back():
     for each in (cache, short):
         model(ids[:, :100], past_key_values=each)
     with pytest.raises(
-        RuntimeError, match=r"layer 0 cannot go back from 100 to 97 tokens: .*cache\.reset\(\).*activate_past_recording\(\)"
+        RuntimeError,
+        match=r"layer 0 cannot go back from 100 to 97 tokens: .*cache\.reset\(\).*activate_past_recording\(\)",
     ):
         cache.crop(-3)
     cache.activate_past_recording()

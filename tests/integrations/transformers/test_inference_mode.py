@@ -1,4 +1,6 @@
-"""`torch.inference_mode`, entered or left between any two uses of a cache: the logits of a cache that has never seen it, to the bit."""
+"""`torch.inference_mode`, entered or left between any two uses of a cache: the logits of a cache that has never seen
+it, to the bit.
+"""
 
 from contextlib import nullcontext
 
@@ -69,7 +71,9 @@ USES = (forward, generate, crop, reorder, select, repeat, save_and_load, reset)
 
 @torch.no_grad()
 def run(model, options, uses, modes, path):
-    """The logits of a forward after a prompt and two `uses` of the cache, or the error if one is refused; each in inference mode or not."""
+    """The logits of a forward after a prompt and two `uses` of the cache, or the error if one is refused; each in
+    inference mode or not.
+    """
     inside = [torch.inference_mode() if mode else nullcontext() for mode in modes]
     with inside[0]:
         cache = FP8Cache(model, **options)
@@ -97,7 +101,10 @@ def test_entering_and_leaving_it_between_two_uses(case, first, tmp_path):
         for modes in ((True, False, True), (False, True, False)):
             found = run(model, options, (first, second), modes, tmp_path / "cache")
             assert type(found) is type(expected), (second.__name__, modes, found)
-            assert found == expected if isinstance(found, str) else torch.equal(found, expected), (second.__name__, modes)
+            assert found == expected if isinstance(found, str) else torch.equal(found, expected), (
+                second.__name__,
+                modes,
+            )
 
 
 def test_a_state_of_an_interrupted_forward_in_it_can_be_reset_outside():

@@ -96,11 +96,17 @@ def test_an_integer_mask_of_a_callers_is_never_taken_for_a_compact_one(llama):
     for length in (30, 2):
         for dtype in (torch.int32, torch.int64, torch.uint8, torch.bool, torch.float32):
             mask = blocks[:, :, -length:, -length:].to(dtype)
-            with torch.no_grad(), pytest.raises(ValueError, match=r"another mask \(1, 1, .*set_attn_implementation\('sdpa'\)"):
+            with (
+                torch.no_grad(),
+                pytest.raises(ValueError, match=r"another mask \(1, 1, .*set_attn_implementation\('sdpa'\)"),
+            ):
                 llama(prompt(1, length), past_key_values=FP8Cache(llama), attention_mask=mask)
             if dtype in (torch.int32, torch.int64, torch.uint8):
                 for model in (llama, make("gpt-oss-sinks")):
-                    with torch.no_grad(), pytest.raises(ValueError, match=r"mask is bool .* got torch\.u?int.*mask\.bool\(\)"):
+                    with (
+                        torch.no_grad(),
+                        pytest.raises(ValueError, match=r"mask is bool .* got torch\.u?int.*mask\.bool\(\)"),
+                    ):
                         model(prompt(1, length), past_key_values=plain(model.config), attention_mask=mask)
     with torch.no_grad():  # a 16-bit layer takes a bool mask
         ours = llama(prompt(1, 30), past_key_values=plain(llama.config), attention_mask=blocks.bool()).logits
@@ -130,7 +136,9 @@ def test_a_mask_is_checked_in_compiled_code(kind):
         if kind == "left":
             close(step(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits, expected, 1e-5)
         else:
-            with pytest.raises(RuntimeError, match="in compiled code an attention mask must have padding on the left only"):
+            with pytest.raises(
+                RuntimeError, match="in compiled code an attention mask must have padding on the left only"
+            ):
                 step(ids[:, -1:], attention_mask=mask, past_key_values=cache)
 
 
@@ -166,7 +174,9 @@ def test_masks_that_are_refused(llama, kind):
             ids = ids[:, :1]
         message = r"another mask.*padding_side = 'left'.*set_attn_implementation\('sdpa'\)"
         if kind == "short":
-            message = "attention_mask is of 1 tokens, and the cache holds 150 and gets 1 new ones: pass a mask of all of them"
+            message = (
+                "attention_mask is of 1 tokens, and the cache holds 150 and gets 1 new ones: pass a mask of all of them"
+            )
         with pytest.raises(ValueError, match=message):
             llama(ids, attention_mask=mask, past_key_values=cache)
 
@@ -213,8 +223,13 @@ def test_keywords_that_change_nothing_are_silent_and_unknown_ones_warn_once(atte
     monkeypatch.setattr("fp8attn.integrations.transformers.attention._warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        expected = attend(sliding_window=None, output_attentions=False, unknown=None, position_ids=torch.arange(9)[None], labels=None)
-    with pytest.warns(UserWarning, match=r"called with x, y, which fp8attn does not know.*set_attn_implementation\('sdpa' or 'eager'\)"):
+        expected = attend(
+            sliding_window=None, output_attentions=False, unknown=None, position_ids=torch.arange(9)[None], labels=None
+        )
+    with pytest.warns(
+        UserWarning,
+        match=r"called with x, y, which fp8attn does not know.*set_attn_implementation\('sdpa' or 'eager'\)",
+    ):
         assert torch.equal(attend(y=1, x=torch.ones(2)), expected)
     with pytest.warns(UserWarning, match="called with z, which"):
         attend(x=1, z=1)

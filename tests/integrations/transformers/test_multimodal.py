@@ -16,7 +16,9 @@ IMAGE = 12  # tokens: 3 by 4 patches
 
 
 def positions(length):
-    """Positions [3, 2, length] of text with an image in it: its tokens have one time, and the heights and widths of their patches."""
+    """Positions [3, 2, length] of text with an image in it: its tokens have one time, and the heights and widths of
+    their patches.
+    """
     begin, end = 40, 40 + IMAGE
     each = torch.arange(length).repeat(3, 1)
     patch = torch.arange(IMAGE)
@@ -29,14 +31,20 @@ def positions(length):
 def logits(model, cache, ids, at):
     parts = [slice(0, 140), slice(140, 149), slice(149, 150)]
     return torch.cat(
-        [model(ids[:, part], position_ids=None if at is None else at[..., part], past_key_values=cache).logits for part in parts], 1
+        [
+            model(ids[:, part], position_ids=None if at is None else at[..., part], past_key_values=cache).logits
+            for part in parts
+        ],
+        1,
     )
 
 
 @pytest.mark.parametrize("vision_head_dim", [80, HEAD_DIM])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_on_transformers_own_cache(family, vision_head_dim):
-    """With biases in K, whatever the head_dim of the vision model is, for text and, where positions have three parts, for an image."""
+    """With biases in K, whatever the head_dim of the vision model is, for text and, where positions have three parts,
+    for an image.
+    """
     model, ids = make(family, vision_head_dim), prompt()
     for at in (None,) if family == "video_llama_3" else (None, positions(ids.shape[1])):
         model.set_attn_implementation("eager")
@@ -61,7 +69,9 @@ def test_biases_are_those_of_the_text_model_alone(family, vision_head_dim):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_mean_is_that_of_the_keys_at_positions_of_text(family):
-    """The mean of K's bias after RoPE, written out here: pairs are halves of the head, with angles `position * theta^(-pair / 64)`."""
+    """The mean of K's bias after RoPE, written out here: pairs are halves of the head, with angles
+    `position * theta^(-pair / 64)`.
+    """
     model = make(family, HEAD_DIM)  # where a vision model's RoPE would fit, too
     bias = model.model.language_model.layers[0].self_attn.k_proj.bias.detach().double()
     turn = torch.arange(2048).double()[:, None] * 1e6 ** (-torch.arange(64).double() / 64)
@@ -70,11 +80,14 @@ def test_a_mean_is_that_of_the_keys_at_positions_of_text(family):
     (found,) = layer_biases(model)[0].k_mean
     kept = found != 0
     assert kept.sum() == 16
-    torch.testing.assert_close(found[kept].double(), mean[kept], rtol=1e-3, atol=1e-3)  # it takes 2,048 positions in float32, as here
+    torch.testing.assert_close(
+        found[kept].double(), mean[kept], rtol=1e-3, atol=1e-3
+    )  # it takes 2,048 positions in float32, as here
 
 
 def test_layers_that_lose_are_chosen_by_the_text_model_s_rope():
-    """Where all of K's pairs have biases, those that rotate fast make 8 bits too coarse. The RoPE of a vision model of the same head_dim
+    """Where all of K's pairs have biases, those that rotate fast make 8 bits too coarse. The RoPE of a vision model of
+    the same head_dim
     would hide it: it rotates other channels, and more slowly."""
     model = make("qwen2_5_vl", HEAD_DIM, slow=64)
     (inner,) = [m for _, m in decoder_modules(model) if isinstance(m, PreTrainedModel)]
@@ -89,11 +102,14 @@ def test_several_ropes_are_refused_and_a_text_model_that_is_not_found():
     other.inv_freq = other.inv_freq * 2
     text.other_rotary_emb = other
     with pytest.raises(
-        UsageError, match=r"model\.language_model\.rotary_emb, model\.language_model\.other_rotary_emb of Qwen2VL.* different"
+        UsageError,
+        match=r"model\.language_model\.rotary_emb, model\.language_model\.other_rotary_emb of Qwen2VL.* different",
     ):
         FP8Cache(model)
     other.inv_freq = text.rotary_emb.inv_freq.clone()
     assert FP8Cache(model).fp8_layers == (0, 1, 2)
     text.config = type(text.config)(**text.config.to_dict())
-    with pytest.raises(UsageError, match=r"no module of Qwen2VL.* has the config of its text model .*FP8Cache\(model\.language_model\)"):
+    with pytest.raises(
+        UsageError, match=r"no module of Qwen2VL.* has the config of its text model .*FP8Cache\(model\.language_model\)"
+    ):
         FP8Cache(model)

@@ -18,7 +18,10 @@ MODELS = {
     "llama": ({"num_hidden_layers": 2}, 0.042),
     "gemma3": (WINDOWS, 0.006),
     "gemma2-softcap": (WINDOWS, 0.007),
-    "gpt-oss-sinks": (WINDOWS | {"num_experts_per_tok": 2}, 0.027),  # all experts: a rounding can change which are chosen
+    "gpt-oss-sinks": (
+        WINDOWS | {"num_experts_per_tok": 2},
+        0.027,
+    ),  # all experts: a rounding can change which are chosen
     "gemma4-512-k-is-v-shared-kv": ({"sliding_window": 384}, 0.018),
 }
 FLOAT16 = 0.007  # likewise, without a cache

@@ -110,7 +110,8 @@ def assistant(model):
 
 @pytest.mark.parametrize("drafts", [lookup, assistant])
 @pytest.mark.parametrize(
-    ("implementation", "lengths"), [("fp8_kv", (370, 376, 383, 384, 385, 400)), ("sdpa", (376, 400)), ("eager", (376, 400))]
+    ("implementation", "lengths"),
+    [("fp8_kv", (370, 376, 383, 384, 385, 400)), ("sdpa", (376, 400)), ("eager", (376, 400))],
 )
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.filterwarnings("ignore:FP8Cache under attn_implementation")

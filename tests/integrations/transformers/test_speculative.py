@@ -1,4 +1,6 @@
-"""Drafts that are appended and cropped change nothing: speculative and greedy decoding give the same tokens on the committed model."""
+"""Drafts that are appended and cropped change nothing: speculative and greedy decoding give the same tokens on the
+committed model.
+"""
 
 import copy
 
@@ -39,6 +41,8 @@ def test_prompt_lookup_and_assisted_decoding_give_greedys_tokens(loaded, key_dty
         tokens = []
         for options in ({}, {"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
             cache = FP8Cache(model, key_dtype=key_dtype)
-            out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
+            out = model.generate(
+                ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
+            )
             tokens.append(out[0, LENGTH:].tolist())
         assert len(tokens[0]) > 0 and tokens[1] == tokens[0] and tokens[2] == tokens[0]

@@ -38,7 +38,8 @@ def llama():
 
 @pytest.mark.parametrize(
     ("family", "keys"),
-    [*((family, {}) for family in FAMILIES), *((family, {"key_dtype": "e4m3"}) for family in ("llama", "qwen2", "phi3-partial-rotary")),
+    [*((family, {}) for family in FAMILIES), *((family, {"key_dtype": "e4m3"}) for family in ("llama", "qwen2",
+    "phi3-partial-rotary")),
      ("llama", {"key_dtype": "e4m3", "rotate_keys": False}), ("llama", {"rotate_keys": False})],
 )  # fmt: skip
 def test_every_family_equals_a_plain_cache_of_the_rounded_values(family, keys):
@@ -55,14 +56,16 @@ def test_every_family_equals_a_plain_cache_of_the_rounded_values(family, keys):
     close(logits(model, plain(model.config), ids), exact)  # without our cache, `fp8_kv` is sdpa with sinks and softcaps
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks", "gemma2-softcap"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gemma3n-shared-kv", "diffllama-changes-v", "gpt-oss-sinks", "gemma2-softcap"]
+)
 @pytest.mark.parametrize("static", [False, True])
 def test_left_padding(family, static):
     model, ids = make(family), prompt()
     mask = torch.ones_like(ids)
     mask[1, :37] = 0
-    # Rows of padding see nothing: zeros here, an average in eager attention. So padding's K differs, which decides a page's first scale.
-    # The codes of E4M3, a floating-point format, do not depend on it.
+    # Rows of padding see nothing: zeros here, an average in eager attention. So padding's K differs, which decides a
+    # page's first scale. The codes of E4M3, a floating-point format, do not depend on it.
     cache = bare(model, key_dtype="e4m3", max_cache_len=160 if static else None)
     ours = logits(model, cache, ids, mask)
     with using(model, "eager"):
@@ -176,7 +179,9 @@ def test_two_models_share_the_options_of_their_caches_and_of_generate():
     config = GenerationConfig(do_sample=False, num_beams=2, max_new_tokens=6, pad_token_id=0)
     given = {"generation_config": config, "attention_mask": torch.ones_like(ids)}
     before = copy.deepcopy((cache_options, config.to_dict(), list(given)))
-    rounds = [[m.generate(ids, past_key_values=FP8Cache(m, **cache_options), **given) for m in models] for _ in range(2)]
+    rounds = [
+        [m.generate(ids, past_key_values=FP8Cache(m, **cache_options), **given) for m in models] for _ in range(2)
+    ]
     assert (cache_options, config.to_dict(), list(given)) == before
     for model, first, again in zip(models, *rounds, strict=True):
         assert torch.equal(first, again)
@@ -244,7 +249,10 @@ def test_static_equals_dynamic_to_the_bit(llama):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
     types = {"gemma3": MIXED["layer_types"][:2], "qwen3.5-linear": ["linear_attention", "full_attention"]}
-    model, ids = make(family, num_hidden_layers=2, **({"layer_types": types[family]} if family in types else {})), prompt(length=60)
+    model, ids = (
+        make(family, num_hidden_layers=2, **({"layer_types": types[family]} if family in types else {})),
+        prompt(length=60),
+    )
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[1, : 9 * padded] = 0
     outs = []
@@ -256,7 +264,9 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
             model(ids[:, :50], attention_mask=mask[:, :50] if padded else None, past_key_values=cache)
             step = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
             part = {"attention_mask": mask} if padded else {}
-            outs.append(torch.cat([step(ids[:, i : i + 1], past_key_values=cache, **part).logits for i in range(50, 60)], 1))
+            outs.append(
+                torch.cat([step(ids[:, i : i + 1], past_key_values=cache, **part).logits for i in range(50, 60)], 1)
+            )
     # transformers' own static sliding layers count their tokens in an int, which costs one recompilation.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if family == "gemma3" else 1)
     close(outs[1], outs[0], 1e-5)
@@ -264,7 +274,9 @@ def test_a_compiled_step_is_one_graph_and_the_same(family, padded):
 
 @pytest.fixture
 def widths(monkeypatch):
-    """The widths of the page tables of attention's launches, in forwards of three layers. Compiled launches are not recorded."""
+    """The widths of the page tables of attention's launches, in forwards of three layers. Compiled launches are not
+    recorded.
+    """
     seen, attention = [], ops.run_attention
 
     def noting(name, q, pages, *options):
@@ -299,7 +311,9 @@ def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widt
 
 
 def test_a_narrow_table_changes_no_values():
-    cache = FP8Cache(make(num_hidden_layers=1), key_dtype="e4m3", max_cache_len=1000)  # INT8's scale might grow at the last token
+    cache = FP8Cache(
+        make(num_hidden_layers=1), key_dtype="e4m3", max_cache_len=1000
+    )  # INT8's scale might grow at the last token
     k = torch.randn(2, 2, 130, 64)
     prompt_k, _ = cache.update(k, k, 0)
     held = prompt_k.dequantize()
@@ -321,7 +335,10 @@ def test_what_follows_a_compiled_prompt_sees_all_of_it(llama, widths):
     expected = last(llama, FP8Cache(llama, max_cache_len=1000))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled, cache = torch.compile(llama, fullgraph=True, backend="aot_eager"), early(FP8Cache(llama, max_cache_len=1000))
+    compiled, cache = (
+        torch.compile(llama, fullgraph=True, backend="aot_eager"),
+        early(FP8Cache(llama, max_cache_len=1000)),
+    )
     for _ in range(2):
         close(last(compiled, cache), expected, 1e-5)
         assert widths == [8] * 3

@@ -22,8 +22,8 @@ def step(cache, module, x, q):
 
 
 def called(function) -> int:
-    """The number of Python functions of fp8attn that a call of `function` calls on a GPU: without those that a kernel calls, and without
-    the checks of values, which only a CPU makes."""
+    """The number of Python functions of fp8attn that a call of `function` calls on a GPU: without those that a kernel
+    calls, and without the checks of values, which only a CPU makes."""
     count = inside = 0
 
     def note(frame, event, argument):
@@ -31,7 +31,9 @@ def called(function) -> int:
         path = frame.f_code.co_filename
         if event not in ("call", "return") or not path.startswith(str(OURS)):
             return
-        if path.endswith("reference.py") or (path.endswith("contents.py") and frame.f_code.co_name.startswith("check_")):
+        if path.endswith("reference.py") or (
+            path.endswith("contents.py") and frame.f_code.co_name.startswith("check_")
+        ):
             inside += 1 if event == "call" else -1
         elif event == "call" and not inside:
             count += 1
@@ -77,7 +79,9 @@ def test_a_step_keeps_its_accounts_once_for_all_layers(monkeypatch):
     module, calls = torch.nn.Module().eval(), []
     for name in ("reserve", "advance", "to_device"):
         method = getattr(PageTable, name)
-        monkeypatch.setattr(PageTable, name, lambda *args, method=method, name=name: (calls.append(name), method(*args))[1])
+        monkeypatch.setattr(
+            PageTable, name, lambda *args, method=method, name=name: (calls.append(name), method(*args))[1]
+        )
     cache = FP8Cache(make(num_hidden_layers=LAYERS))
     x, q = torch.randn(2, 2, 127, 64), torch.randn(2, 4, 127, 64)
     step(cache, module, x, q)

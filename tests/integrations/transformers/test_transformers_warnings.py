@@ -1,4 +1,6 @@
-"""Slow paths cause a warning or a log message: `FP8Cache` under an attention implementation that dequantizes, and fallbacks of SDPA."""
+"""Slow paths cause a warning or a log message: `FP8Cache` under an attention implementation that dequantizes, and
+fallbacks of SDPA.
+"""
 
 import logging
 import warnings

@@ -1,4 +1,6 @@
-"""Gemma 4: full attention with 512 channels beside windows, V that is K, layers that share K and V. `test_windows` has it among others."""
+"""Gemma 4: full attention with 512 channels beside windows, V that is K, layers that share K and V. `test_windows` has
+it among others.
+"""
 
 import pytest
 import torch
@@ -12,20 +14,27 @@ from .test_windows import LENGTH, WIDE, W, close, ids, logits, windowed
 
 
 def test_layers_of_several_shapes():
-    """Gemma 4: windowed layers of one head_dim beside full attention with 512 channels, whose V is K before its norm; E4M3 keys."""
+    """Gemma 4: windowed layers of one head_dim beside full attention with 512 channels, whose V is K before its norm;
+    E4M3 keys.
+    """
     model = windowed(WIDE)
     cache = FP8Cache(model, key_dtype="e4m3")
     with using(model, "eager"):
         exact = logits(model, DynamicCache(config=model.config))
     close(logits(model, cache), exact, 0.05)  # E4M3 keeps a digit less of K
     pools = [(group.paged.num_kv_heads, group.paged.head_dim, group.window) for group in cache.groups]
-    assert pools == [(2, 64, W), (1, 512, None)] and cache.groups[1].paged.pages(0).pool.shape[1:] == (1, 2 * 128 * 512 + 256)
+    assert pools == [(2, 64, W), (1, 512, None)] and cache.groups[1].paged.pages(0).pool.shape[1:] == (
+        1,
+        2 * 128 * 512 + 256,
+    )
 
 
 @pytest.mark.parametrize(("skipped", "keep"), [((), 1), ((), 3), ((0,), 3), ((1,), 3)])
 @torch.no_grad()
 def test_layers_that_share_k_and_v_compute_the_last_queries(skipped, keep):
-    """Gemma 4 takes the last queries of its masks for them, as `generate` asks for; the layers that they share may be in 16 bits."""
+    """Gemma 4 takes the last queries of its masks for them, as `generate` asks for; the layers that they share may be
+    in 16 bits.
+    """
     model, padded = windowed(WIDE), torch.ones_like(ids())
     padded[1:, :30] = 0
     for mask in (None, padded):

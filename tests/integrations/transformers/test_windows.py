@@ -1,4 +1,6 @@
-"""Layers with a sliding window in 8 bits: the same answers as transformers' own layers give, in the memory of the window."""
+"""Layers with a sliding window in 8 bits: the same answers as transformers' own layers give, in the memory of the
+window.
+"""
 
 import copy
 
@@ -55,8 +57,8 @@ def close(found, wanted, tolerance):
 @pytest.mark.parametrize("recording", [False, True])
 @torch.no_grad()
 def test_what_a_layer_returns_is_the_end_of_all_tokens(key_dtype, recording):
-    """Bit for bit what a cache of all tokens has, of the length, mask and numbers of transformers' own layer; and attention over pages is
-    that of these K and V, to the rounding of FP32 sums."""
+    """Bit for bit what a cache of all tokens has, of the length, mask and numbers of transformers' own layer; and
+    attention over pages is that of these K and V, to the rounding of FP32 sums."""
     model = windowed()
     cache, plain = FP8Cache(model, key_dtype=key_dtype), DynamicSlidingWindowLayer(W)
     full, layer = PagedKVCache(2, 64, num_seqs=2, key_dtype=key_dtype), cache.layers[0]
@@ -73,7 +75,10 @@ def test_what_a_layer_returns_is_the_end_of_all_tokens(key_dtype, recording):
             for other in (1, 2):
                 cache.update(k, v, other)
         shape = plain.update(k, v)[0].shape
-        want = [torch.stack([full.read(0, seq)[which] for seq in range(2)]).transpose(1, 2)[:, :, -shape[2] :] for which in range(2)]
+        want = [
+            torch.stack([full.read(0, seq)[which] for seq in range(2)]).transpose(1, 2)[:, :, -shape[2] :]
+            for which in range(2)
+        ]
         assert all(isinstance(x, PagedTensor) == (at % 2 == 0) and x.shape == shape for x in found)
         for ours, theirs in zip(found, want, strict=True):
             assert torch.equal(ours.dequantize() if at % 2 == 0 else ours, theirs)
@@ -90,8 +95,8 @@ def test_what_a_layer_returns_is_the_end_of_all_tokens(key_dtype, recording):
 @pytest.mark.parametrize("padding", [0, 30])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_a_16_bit_cache(family, padding):
-    """Growing, cut otherwise, dequantized, and static, with windows in 16 bits. 2%: what 8 bits cost these models (values are checked in
-    `test_what_a_layer_returns_is_the_end_of_all_tokens`)."""
+    """Growing, cut otherwise, dequantized, and static, with windows in 16 bits. 2%: what 8 bits cost these models
+    (values are checked in `test_what_a_layer_returns_is_the_end_of_all_tokens`)."""
     model = windowed(family)
     with using(model, "eager"):
         exact = logits(model, DynamicCache(config=model.config), padding=padding)[:, padding:]
@@ -99,7 +104,9 @@ def test_logits_are_those_of_a_16_bit_cache(family, padding):
     growing = logits(model, cache, padding=padding)[:, padding:]
     assert relative_error(growing, exact) > 1e-4
     close(growing, exact, 0.02)
-    assert all(isinstance(layer, FP8SlidingLayer) == layer.is_sliding for layer in (cache.layers[i] for i in cache.fp8_layers))
+    assert all(
+        isinstance(layer, FP8SlidingLayer) == layer.is_sliding for layer in (cache.layers[i] for i in cache.fp8_layers)
+    )
     # A sum in another order moves single codes of later layers by a step.
     close(logits(model, FP8Cache(model), (300, 300, 80, 11), padding)[:, padding:], growing, 1e-3)
     cache = FP8Cache(model)
@@ -168,7 +175,9 @@ def test_short_windows_and_chunks_stay_in_16_bits():
     assert {layer.kind for layer in layers_of(config) if layer.in_pages} == {"full_attention"}
     with pytest.raises(UsageError, match="no layer would be in FP8: skip_layers keeps every"):
         FP8Cache(windowed(), skip_layers=range(3))
-    with pytest.raises(UsageError, match=r"every layer of 'mistral' has a sliding window.*FP8Cache\(model\) without max_cache_len"):
+    with pytest.raises(
+        UsageError, match=r"every layer of 'mistral' has a sliding window.*FP8Cache\(model\) without max_cache_len"
+    ):
         FP8Cache(windowed(), max_cache_len=1000)
     static = FP8Cache(windowed("gemma3"), max_cache_len=1000)
     assert static.fp8_layers == (1, 2) and type(static.layers[0]) is StaticSlidingWindowLayer
@@ -189,7 +198,11 @@ def test_crop():
         cache.crop(-340)
     assert int(cache.get_seq_length()) == 641  # no layer was changed
     cache.crop(-(40 + SLACK))
-    close(logits(model, cache, (20,), begin=601 - SLACK), logits(model, prefilled(model, 601 - SLACK), (20,), begin=601 - SLACK), 5e-3)
+    close(
+        logits(model, cache, (20,), begin=601 - SLACK),
+        logits(model, prefilled(model, 601 - SLACK), (20,), begin=601 - SLACK),
+        5e-3,
+    )
     cache.crop(-int(cache.get_seq_length()))
     close(logits(model, cache, (600,)), logits(model, FP8Cache(model), (600,)), 1e-3)
     static = prefilled(model, 600, max_cache_len=LENGTH)
@@ -222,7 +235,11 @@ def test_a_cache_that_records_is_used_again():
         tokens = torch.cat([tokens[:, :51], ids()[:, 51:61]], 1)
         want = FP8Cache(model)
         logits(model, want, (51,), tokens=tokens)
-        close(logits(model, cache, (10,), begin=51, tokens=tokens), logits(model, want, (10,), begin=51, tokens=tokens), 5e-3)
+        close(
+            logits(model, cache, (10,), begin=51, tokens=tokens),
+            logits(model, want, (10,), begin=51, tokens=tokens),
+            5e-3,
+        )
 
 
 @torch.no_grad()
@@ -263,7 +280,8 @@ def test_reorder_select_repeat_reset_and_copy(length):
     cache.reset()
     assert int(cache.get_seq_length()) == 0
     assert torch.equal(
-        logits(model, cache, (600,), tokens=swapped), logits(model, FP8Cache(model, max_cache_len=length), (600,), tokens=swapped)
+        logits(model, cache, (600,), tokens=swapped),
+        logits(model, FP8Cache(model, max_cache_len=length), (600,), tokens=swapped),
     )
 
 
@@ -285,7 +303,9 @@ def test_files(tmp_path, family):
     logits(model, cache, (600,))
     cache.save(path, tokens=ids()[:, :600])
     loaded = FP8Cache.load(path, model, tokens=ids()[:, :600])
-    with pytest.raises(UsageError, match=r"has windows of a cache with max_cache_len=None.*load it with this max_cache_len"):
+    with pytest.raises(
+        UsageError, match=r"has windows of a cache with max_cache_len=None.*load it with this max_cache_len"
+    ):
         FP8Cache.load(path, model, max_cache_len=LENGTH)
     assert torch.equal(logits(model, loaded, (1, 50), begin=600), logits(model, cache, (1, 50), begin=600))
     with pytest.raises(UsageError, match=r"have a window of 384; those of the given model have 512"):
@@ -302,7 +322,9 @@ def test_an_interrupted_forward(monkeypatch):
         for each in (cache, want):
             logits(model, each, (600,))
         with monkeypatch.context() as m:
-            m.setattr(model.model.layers[2].self_attn.k_proj, "forward", lambda x: (_ for _ in ()).throw(KeyboardInterrupt))
+            m.setattr(
+                model.model.layers[2].self_attn.k_proj, "forward", lambda x: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 logits(model, cache, (new,), begin=600, tokens=ids(2, 1000))
         with pytest.raises(RuntimeError, match=r"do not hold the same tokens: layers .* hold 600 tokens.*crop"):
@@ -317,7 +339,9 @@ def test_an_interrupted_forward(monkeypatch):
 
 def generated(model, cache, assistant=None, **options):
     config = GenerationConfig(max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
-    return model.generate(ids(1, 450), past_key_values=cache, generation_config=config, assistant_model=assistant)[:, 450:]
+    return model.generate(ids(1, 450), past_key_values=cache, generation_config=config, assistant_model=assistant)[
+        :, 450:
+    ]
 
 
 @pytest.mark.slow
@@ -330,14 +354,16 @@ def test_generate(family):
     assert torch.equal(generated(model, FP8Cache(model), prompt_lookup_num_tokens=24), greedy)
     if family != "mistral":  # windows in 16 bits
         generated(model, FP8Cache(model, max_cache_len=512))
-    assert torch.equal(*(generated(model, FP8Cache(model), num_beams=2, **more) for more in ({}, {"prefill_chunk_size": 200})))
+    assert torch.equal(
+        *(generated(model, FP8Cache(model), num_beams=2, **more) for more in ({}, {"prefill_chunk_size": 200}))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_drafts(family):
-    """Prompt lookup and assisted decoding, with drafts as long as transformers' default (20), and longer: the greedy tokens, after a prompt
-    that is longer than the window."""
+    """Prompt lookup and assisted decoding, with drafts as long as transformers' default (20), and longer: the greedy
+    tokens, after a prompt that is longer than the window."""
     model = windowed(family)
     greedy = generated(model, FP8Cache(model))
     for options in ({"prompt_lookup_num_tokens": 10}, {"prompt_lookup_num_tokens": 40, "max_matching_ngram_size": 1}):
@@ -357,11 +383,13 @@ def test_drafts(family):
 @pytest.mark.parametrize(("family", "padding"), [("gemma3", 0), ("gemma3", 30), (WIDE, 30)])
 @torch.no_grad()
 def test_compiled_forwards(family, padding):
-    """Graphs for a step and for a chunk, beside windows in 16 bits. Dynamo takes seconds for each layer: there is one of each kind,
-    and of Gemma 4 one more, that shares another's K and V."""
+    """Graphs for a step and for a chunk, beside windows in 16 bits. Dynamo takes seconds for each layer: there is one
+    of each kind, and of Gemma 4 one more, that shares another's K and V."""
     kinds = {"gemma3": ["sliding", "full"], WIDE: ["sliding", "full", "sliding"]}[family]
     changes = {"layer_types": [f"{kind}_attention" for kind in kinds]}
-    model = windowed(family, num_hidden_layers=len(kinds), **changes, **({"num_kv_shared_layers": 1} if family == WIDE else {}))
+    model = windowed(
+        family, num_hidden_layers=len(kinds), **changes, **({"num_kv_shared_layers": 1} if family == WIDE else {})
+    )
     mask = torch.ones_like(ids()) if padding else None
     if padding:
         mask[1:, :padding] = 0
@@ -375,7 +403,8 @@ def test_compiled_forwards(family, padding):
             found.append(step(ids()[:, at : at + n], past_key_values=cache, attention_mask=mask).logits)
             at += n
         outs.append(torch.cat(found, 1))
-    # Twice two: transformers' static windows count tokens in an integer, which Dynamo takes for a constant first and then for a variable.
+    # Twice two: transformers' static windows count tokens in an integer, which Dynamo takes for a constant first and
+    # then for a variable.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     close(outs[1], outs[0], 1e-3)
 
@@ -419,7 +448,9 @@ def test_masks_of_another_window_are_refused():
             fp8_kv_attention(attend, q, k, v, CompactMask(torch.tensor([[3]], dtype=torch.int32), other))
     with pytest.raises(ValueError, match="sliding_window=400, and by the model's config its window is 384"):
         fp8_kv_attention(attend, q, k, v, None, sliding_window=400)
-    right = fp8_kv_attention(attend, q, k, v, CompactMask(torch.tensor([[3]], dtype=torch.int32), W), sliding_window=W)[0]
+    right = fp8_kv_attention(attend, q, k, v, CompactMask(torch.tensor([[3]], dtype=torch.int32), W), sliding_window=W)[
+        0
+    ]
     assert torch.equal(right, fp8_kv_attention(attend, q, k, v, None)[0])
     k, v = cache.update(x, x, 1)
     with pytest.raises(ValueError, match="its window is None"):

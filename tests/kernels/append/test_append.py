@@ -51,7 +51,9 @@ def test_append_of_512_channels(name):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("case", pairwise({"name": list(COUNTED), "key_dtype": list(CODECS), "static": [False, True]}), ids=case_id)
+@pytest.mark.parametrize(
+    "case", pairwise({"name": list(COUNTED), "key_dtype": list(CODECS), "static": [False, True]}), ids=case_id
+)
 def test_append_of_counted_tokens(case, backend):
     check_counted(backend, *COUNTED[case["name"]], 64, case["key_dtype"], case["static"])
 
@@ -62,7 +64,10 @@ def test_append_of_nothing():
     nothing = torch.zeros(0, 2, 64, dtype=torch.float16)
     append(pages, nothing, nothing, Append(None, 0))
     append(pages, nothing, nothing, Append(cumulative([0, 0]), 5))
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before.tensors, pages.tensors, strict=True))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(before.tensors, pages.tensors, strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", pairwise(QUANTIZE_FACTORS), ids=case_id)
@@ -79,7 +84,10 @@ def test_from_dense_of_512_channels():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
     """If RoPE rotates only some channels, a row has fewer angles than pairs of channels."""
-    k, angle = random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2), torch.randn(2, 40, rotary // 2)
+    k, angle = (
+        random_tokens(80, 2, 64, torch.bfloat16).view(2, 40, 2, 64).transpose(1, 2),
+        torch.randn(2, 40, rotary // 2),
+    )
     held = torch.zeros(3, *angle.shape)
     rope = Rope(held[0], held[1], interleaved)
     held[0], held[1] = angle.cos(), angle.sin()
@@ -99,7 +107,9 @@ def test_no_angles_are_read_but_the_tables(rotary, interleaved, monkeypatch):
 
 
 def test_tokens_that_are_too_far_apart_are_refused():
-    """Offsets in a page have 32 bits. A sequence of one token may have any stride, and one of the longest that is taken is written."""
+    """Offsets in a page have 32 bits. A sequence of one token may have any stride, and one of the longest that is taken
+    is written.
+    """
     far = torch.zeros(MAX_STRIDE + 200, dtype=torch.bfloat16)
 
     def apart(stride: int, length: int = 2) -> torch.Tensor:
@@ -107,7 +117,9 @@ def test_tokens_that_are_too_far_apart_are_refused():
 
     near = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
     for k, v, name in ((apart(MAX_STRIDE + 1), near, "k"), (near, apart(MAX_STRIDE + 1), "v")):
-        with pytest.raises(ValueError, match=rf"{name} has {MAX_STRIDE + 1} elements from one token .* pass {name}\.contiguous\(\)"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has {MAX_STRIDE + 1} elements from one token .* pass {name}\.contiguous\(\)"
+        ):
             from_dense(k, v, KVFormat(PageSpec.of(64).name))
     assert from_dense(apart(MAX_STRIDE), near, KVFormat(PageSpec.of(64).name)).cache_seqlens.tolist() == [2]
     assert from_dense(apart(2**30, 1), near[:, :, :1], KVFormat(PageSpec.of(64).name)).cache_seqlens.tolist() == [1]

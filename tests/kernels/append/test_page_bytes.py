@@ -1,4 +1,6 @@
-"""A page's bytes depend only on its tokens: not on how appends were divided, on copies, or on drafts that were cropped."""
+"""A page's bytes depend only on its tokens: not on how appends were divided, on copies, or on drafts that
+were cropped.
+"""
 
 import pytest
 import torch
@@ -45,7 +47,12 @@ def held(cache: PagedKVCache, seq: int) -> dict[str, torch.Tensor]:
     pages, length = cache.pages(0), cache.lengths[seq]
     ids = pages.page_table[seq, : -(-length // PAGE_SIZE)].long()
     k, v = unpack_k(pages.k[ids].view(torch.uint8))[:length], unpack_v(pages.v[ids].view(torch.uint8))[:length]
-    return {"k_scale": pages.k_scale[ids], "v_scale": pages.v_scale[ids], "k": k.view(pages.format.k.dtype), "v": v.view(FP8)}
+    return {
+        "k_scale": pages.k_scale[ids],
+        "v_scale": pages.v_scale[ids],
+        "k": k.view(pages.format.k.dtype),
+        "v": v.view(FP8),
+    }
 
 
 def by_token(scale: torch.Tensor, count: int) -> torch.Tensor:
@@ -55,14 +62,28 @@ def by_token(scale: torch.Tensor, count: int) -> torch.Tensor:
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """Assert equal data, except for codes whose scale is NaN, and the sign of a NaN."""
     for name in ("k", "v"):
-        scale, expected_scale, codes, expected = ours[f"{name}_scale"], theirs[f"{name}_scale"], ours[name], theirs[name]
-        assert torch.equal(scale.isnan(), expected_scale.isnan()) and torch.equal(scale.nan_to_num(), expected_scale.nan_to_num()), name
+        scale, expected_scale, codes, expected = (
+            ours[f"{name}_scale"],
+            theirs[f"{name}_scale"],
+            ours[name],
+            theirs[name],
+        )
+        assert torch.equal(scale.isnan(), expected_scale.isnan()) and torch.equal(
+            scale.nan_to_num(), expected_scale.nan_to_num()
+        ), name
         assert torch.equal(codes.isnan(), expected.isnan()), name
         said = ~(expected.isnan() | by_token(scale, len(codes)).isnan())
         assert torch.equal(codes.view(torch.uint8)[said], expected.view(torch.uint8)[said]), name
 
 
-FORMATS = [(64, "int8", True), (64, "e4m3", False), (80, "int8", False), (80, "e4m3", True), (128, "int8", True), (128, "e4m3", False)]
+FORMATS = [
+    (64, "int8", True),
+    (64, "e4m3", False),
+    (80, "int8", False),
+    (80, "e4m3", True),
+    (128, "int8", True),
+    (128, "e4m3", False),
+]
 # Kernels differ between 64 and 128 channels in the width of their tiles alone, and are slow in the interpreter.
 INTERPRETED = [format for format in FORMATS if format[0] < 128]
 each_format = pytest.mark.parametrize(
@@ -95,7 +116,9 @@ def test_bytes_do_not_depend_on_cuts_and_copies(head_dim, key_dtype, rotate_keys
     expected = held(whole, 0)
     first = PagedKVCache(HEADS, head_dim, **options | {"backend": "reference"})
     first.append(0, k[:1], v[:1])
-    assert (first.pages(0).k_scale < expected["k_scale"][0]).all() and expected["k_scale"].isnan().sum() == (key_dtype == "int8")
+    assert (first.pages(0).k_scale < expected["k_scale"][0]).all() and expected["k_scale"].isnan().sum() == (
+        key_dtype == "int8"
+    )
 
     pieces = PagedKVCache(HEADS, head_dim, num_seqs=2, **options)
     shared = 100 + torch.randint(100, ()).item()
@@ -113,18 +136,25 @@ def test_bytes_do_not_depend_on_cuts_and_copies(head_dim, key_dtype, rotate_keys
 
 @each_format
 def test_drafts_that_are_taken_back(head_dim, key_dtype, rotate_keys, backend):
-    """A draft that fits leaves nothing. One that does not makes a scale grow for good, and codes are rounded once more to it: values
-    differ by half a step of the grown scale, which is that of E4M3's subnormals, because the scales are powers of two."""
+    """A draft that fits leaves nothing. One that does not makes a scale grow for good, and codes are rounded once more
+    to it: values differ by half a step of the grown scale, which is that of E4M3's subnormals, because the scales are
+    powers of two.
+    """
     torch.manual_seed(1)
     k, v = (x[:150] for x in tokens(head_dim))
-    cache, plain = (PagedKVCache(HEADS, head_dim, key_dtype=key_dtype, rotate_keys=rotate_keys, backend=backend) for _ in range(2))
+    cache, plain = (
+        PagedKVCache(HEADS, head_dim, key_dtype=key_dtype, rotate_keys=rotate_keys, backend=backend) for _ in range(2)
+    )
     steps = {"k": 0.5 if key_dtype == "int8" else 2.0**-10, "v": 2.0**-10}
     at = 0
     for size, magnitude in ((1, 0.1), (30, 0.1), (16, 0.1), (61, 0.1), (17, 0.1), (2, 1e4), (23, 1e5)):
         for x in (cache, plain):
             append(x, 0, k[at : at + size], v[at : at + size])
         at += size
-        before, draft = held(cache, 0), (magnitude * torch.randn(2, 5, HEADS, head_dim)).clamp(-2 * magnitude, 2 * magnitude).bfloat16()
+        before, draft = (
+            held(cache, 0),
+            (magnitude * torch.randn(2, 5, HEADS, head_dim)).clamp(-2 * magnitude, 2 * magnitude).bfloat16(),
+        )
         append(cache, 0, *draft)
         cache.truncate(at)
         after = held(cache, 0)

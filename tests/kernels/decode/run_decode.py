@@ -25,12 +25,21 @@ from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import Sass, build, dry
 
 PLAIN = {
-    "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16, "causal": True,
-    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0, "keys": "int8", "rotate": True,
+    "lengths": [1], "heads": 1, "group": 4, "head_dim": 128, "queries": 1, "bounds": None, "dtype": torch.float16,
+    "causal": True,
+    "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
+    "keys": "int8", "rotate": True,
     "means": True, "broken": False, "late": (), "out": False,
 }  # fmt: skip
 PLAIN_E4M3 = {"keys": "e4m3", "rotate": False, "means": False}
-EVERYTHING = {"bounds": [0, 1, 4, 6, 8], "queries": 3, "window": 300, "softcap": 5.0, "sinks": True, "leftpad": [100, 600, 300, 0]}
+EVERYTHING = {
+    "bounds": [0, 1, 4, 6, 8],
+    "queries": 3,
+    "window": 300,
+    "softcap": 5.0,
+    "sinks": True,
+    "leftpad": [100, 600, 300, 0],
+}
 COMPILED = {
     **{
         f"D{d} rows{rows} {keys}": {"head_dim": d, "group": rows, "keys": keys, "means": False}
@@ -67,14 +76,22 @@ EMULATED = {
 
 
 def filled_pages(
-    lengths: list[int], heads: int, head_dim: int, v_mean: float, *, keys: str = "int8", rotate: bool = True, means: bool = True
+    lengths: list[int],
+    heads: int,
+    head_dim: int,
+    v_mean: float,
+    *,
+    keys: str = "int8",
+    rotate: bool = True,
+    means: bool = True,
 ) -> KVPages:
-    """A cache with the worst contents: pages in random order with random scales (and means). Unused pages are NaN, including their scales.
-    The ends of K are NaN or -128."""
+    """A cache with the worst contents: pages in random order with random scales (and means). Unused pages are NaN,
+    including their scales. The ends of K are NaN or -128."""
     counts = [max(-(-n // 128), 1) for n in lengths]
     k_mean, v_mean_off = (torch.randn(heads, head_dim) if means else None for _ in "kv")
     pages = KVPages.empty(
-        sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1, key_dtype=keys, rotate_keys=rotate, k_mean=k_mean,
+        sum(counts) + 3, heads, head_dim, len(lengths), max(counts) + 1, key_dtype=keys, rotate_keys=rotate,
+        k_mean=k_mean,
         v_mean=v_mean_off,
     )  # fmt: skip
     order, used = torch.randperm(pages.num_pages), 0
@@ -93,7 +110,9 @@ def filled_pages(
     pages.pool[order[used:]] = 0xFF
     for seq, n in enumerate(lengths):
         if n % 128:
-            pages.k.view(torch.uint8)[pages.page_table[seq, n // 128], :, n % 128 :] = 0x80 if CODECS[keys].is_integer else 0x7F
+            pages.k.view(torch.uint8)[pages.page_table[seq, n // 128], :, n % 128 :] = (
+                0x80 if CODECS[keys].is_integer else 0x7F
+            )
         if not n:
             pages.pool[pages.page_table[seq, 0]] = 0xFF
     return pages
@@ -107,11 +126,13 @@ def poison_left_of_windows(pages: KVPages, lengths: list[int], queries: list[int
 
 
 def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) -> tuple:
-    """Runs the launcher on a case, and `run` on its launch and on what the launch before may have written. Returns the result, and the
-    float64 result."""
+    """Runs the launcher on a case, and `run` on its launch and on what the launch before may have written. Returns the
+    result, and the float64 result."""
     c = PLAIN | case
     torch.manual_seed(0)
-    pages = filled_pages(c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"])
+    pages = filled_pages(
+        c["lengths"], c["heads"], c["head_dim"], c["v_mean"], keys=c["keys"], rotate=c["rotate"], means=c["means"]
+    )
     tokens = c["queries"] * len(c["lengths"]) if c["bounds"] is None else c["bounds"][-1] + 2
     new = [b - a for a, b in pairwise(c["bounds"])] if c["bounds"] else [c["queries"]] * len(c["lengths"])
     poison_left_of_windows(pages, c["lengths"], new, c["window"])

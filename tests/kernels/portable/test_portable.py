@@ -34,7 +34,9 @@ def test_attention_against_float64(case, monkeypatch):
     check_attention(portable.portable_attention, case)
 
 
-@pytest.mark.parametrize(("name", "hopper"), [*((name, False) for name in ATTENTION_WIDE), ("prefill", True), ("prefill, parts", True)])
+@pytest.mark.parametrize(
+    ("name", "hopper"), [*((name, False) for name in ATTENTION_WIDE), ("prefill", True), ("prefill, parts", True)]
+)
 def test_attention_of_512_channels(name, hopper, monkeypatch):
     """Hopper has tiles of its own for many queries."""
     monkeypatch.setattr(portable, "_device", lambda device: (1, 1 << 30, hopper))
@@ -71,13 +73,15 @@ def test_attention_of_extremes(k, v, splits, key_dtype, monkeypatch):
 
 @pytest.mark.parametrize("key_dtype", list(CODECS))
 def test_rounding_rotated_queries_costs_little(key_dtype):
-    """Rounding Q to FP16 is off by up to 2^-12 of an element, 2e-4 in the mean square. Where the scores' deviation is 1 as here, the
-    weights are off by so much each. Rounding P adds 2e-4."""
+    """Rounding Q to FP16 is off by up to 2^-12 of an element, 2e-4 in the mean square. Where the scores' deviation is 1
+    as here, the weights are off by so much each. Rounding P adds 2e-4."""
     pages = empty_cache([300], 2, 128, key_dtype=key_dtype)
     fill(pages, torch.randn(300, 2, 128), torch.randn(300, 2, 128), [300])
     q = torch.randn(16, 8, 128).half()
     arguments = ARGUMENTS | {"max_seqlen_q": 16, "softmax_scale": 128**-0.5}
-    ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
+    ref, _ = reference.attention(
+        q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64
+    )
     out, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
     assert relative_error(out, ref) ** 2 < 2 * 2e-4**2 + relative_error(ref.half(), ref) ** 2
 
@@ -89,7 +93,9 @@ def test_large_and_tiny_queries_keep_their_digits(rotate):
     q = (torch.randn(1, 4, 64) * torch.tensor([1e-30, 1e-6, 1e5, 1e20])[None, :, None]).bfloat16()
     for scale in (0.125, 1e-5, 1e-20, 0.0):
         arguments = ARGUMENTS | {"softmax_scale": scale}
-        ref, _ = reference.attention(q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64)
+        ref, _ = reference.attention(
+            q, pages, AttentionParams(**arguments), compute_dtype=torch.float64, out_dtype=torch.float64
+        )
         out, _ = portable.portable_attention(q, pages, AttentionParams(**arguments))
         torch.testing.assert_close(out.double(), ref, rtol=2**-8, atol=2e-3)
 
@@ -108,7 +114,9 @@ def test_nan_in_a_value_is_not_hidden():
 @pytest.mark.parametrize("queries", [2, 30])  # tiles whose warps share the keys, and tiles whose warps share the rows
 @pytest.mark.parametrize(("key_dtype", "token"), [("int8", 129), ("e4m3", 130)], ids=str)
 def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, softcap):
-    """E4M3 has a NaN for the token; INT8 makes the scale of the page NaN, and so all tokens of the page. Rows before it are as without."""
+    """E4M3 has a NaN for the token; INT8 makes the scale of the page NaN, and so all tokens of the page. Rows before it
+    are as without.
+    """
     pages = empty_cache([132], 1, 64, key_dtype=key_dtype)
     k, v = torch.randn(132, 1, 64), torch.randn(132, 1, 64)
     k[130, 0, 7] = torch.nan
@@ -125,7 +133,9 @@ def test_nan_in_a_key_is_for_the_rows_that_see_it(key_dtype, token, queries, sof
 
 def test_no_queries():
     pages = empty_cache([40], 1, 64)
-    out, lse = portable.portable_attention(torch.zeros(0, 2, 64).half(), pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": 0}))
+    out, lse = portable.portable_attention(
+        torch.zeros(0, 2, 64).half(), pages, AttentionParams(**ARGUMENTS | {"max_seqlen_q": 0})
+    )
     assert out.shape == (0, 2, 64)
     assert lse.shape == (0, 2)
 
@@ -139,7 +149,9 @@ def test_rows_behind_the_last_sequence_are_zeros(splits, sinks, backend, monkeyp
     pages, q = cache_and_queries()
     q, logits = torch.cat([q, torch.randn(20, 4, 64).half()]), torch.randn(4) if sinks else None
     bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
-    out, lse = fp8attn.attention(q, pages, cu_seqlens_q=bounds, max_seqlen_q=1, sinks=logits, return_lse=True, backend=backend)
+    out, lse = fp8attn.attention(
+        q, pages, cu_seqlens_q=bounds, max_seqlen_q=1, sinks=logits, return_lse=True, backend=backend
+    )
     alone, alone_lse = fp8attn.attention(q[:2], pages, sinks=logits, return_lse=True, backend=backend)
     assert torch.equal(out[:2], alone) and torch.equal(lse[:2], alone_lse)
     assert not out[2:].any() and not out[2:].isnan().any()

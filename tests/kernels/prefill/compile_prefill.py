@@ -1,4 +1,5 @@
-"""Compiles the launches of `kernels.prefill.prefill_attention` without a GPU, and checks the report of ptxas and the machine code.
+"""Compiles the launches of `kernels.prefill.prefill_attention` without a GPU, and checks the report of ptxas and the
+machine code.
 
 `test_prefill_compile.py` calls this in a process where Triton compiles. By hand:
 
@@ -78,17 +79,22 @@ CASES = (
 )
 
 
-def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False, splits=1,
+def launch(head_dim: int, dtype=torch.bfloat16, window=0, softcap=0.0, sinks=False, leftpad_k=False, cu_seqlens_q=False,
+splits=1,
            long=False, lse=True, keys="int8", rotate_keys=True, means=False,
            exact=False, new=False, invariant=False, tile=128) -> Launch:  # fmt: skip
-    """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not rotated."""
+    """The launch of `prefill_kernel` for 64 queries of two sequences; FP8 queries ask for E4M3 keys that are not
+    rotated.
+    """
     keys, rotate_keys = ("e4m3", False) if dtype == FP8 else (keys, rotate_keys)
     mean = torch.zeros(2, head_dim) if means else None
     pages = KVPages.empty(8, 2, head_dim, 2, 4, key_dtype=keys, rotate_keys=rotate_keys, k_mean=mean, v_mean=mean)
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 132)
         shapes = prefill.cut.SHAPES
-        patch.setattr(prefill.cut, "cuts", lambda width, *_: [(replace(shapes[width][1 if long else 0], tile=tile), splits)])
+        patch.setattr(
+            prefill.cut, "cuts", lambda width, *_: [(replace(shapes[width][1 if long else 0], tile=tile), splits)]
+        )
         prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
         params = AttentionParams(
             cu_seqlens_q=torch.zeros(3, dtype=torch.int32) if cu_seqlens_q else None,
@@ -107,23 +113,25 @@ def compile_case(case: str) -> dict:
 
 
 def facts(built: Built) -> dict:
-    """Instructions are of the whole kernel; the loop is the hot loop, of the warpgroup where it is longest; spills are bytes stored in the
-    whole kernel, and instructions in the loop; barriers are those of a partition's warps in the loop; the end is how many bytes before the
-    end of shared memory the ring's barriers begin."""
+    """Instructions are of the whole kernel; the loop is the hot loop, of the warpgroup where it is longest; spills are
+    bytes stored in the whole kernel, and instructions in the loop; barriers are those of a partition's warps in the
+    loop; the end is how many bytes before the end of shared memory the ring's barriers begin."""
     sass = built.sass()
     loop, loop_spills, barriers = hot_loop(sass)
     return {
         "registers": built.registers,  # what ptxas starts from; a multiplying thread has Shape.registers
-        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code), "loop": loop,
+        "spill_bytes": built.spill_stores, "shared_bytes": built.kernel.metadata.shared, "instructions": len(sass.code),
+        "loop": loop,
         "loop_spills": loop_spills, "barriers": barriers, "serialized": built.warnings, "unset": sass.unset_register(),
-        "early": released_early(sass), "overwritten": sass.overwritten_operand(), "operands": getattr(built.kernel.metadata, NOTE, ""),
+        "early": released_early(sass), "overwritten": sass.overwritten_operand(),
+        "operands": getattr(built.kernel.metadata, NOTE, ""),
         "end": built.kernel.metadata.shared - ring_barriers(built.kernel.asm["ptx"]),
     }  # fmt: skip
 
 
 def overwritten_if_planted(case: str) -> tuple[str, str]:
-    """What `Sass.overwritten_operand` finds after an instruction that overwrites an operand of a running product was put behind it; and
-    that instruction."""
+    """What `Sass.overwritten_operand` finds after an instruction that overwrites an operand of a running product was
+    put behind it; and that instruction."""
     sass = build(launch(**CASES[case])).sass()
     at = next(i for i, text in enumerate(sass.code) if "gsb0" in text and re.search(r"GMMA\S* R\d+, R\d+, gdesc", text))
     register = re.search(r", (R\d+), gdesc", sass.code[at])[1]
@@ -134,8 +142,10 @@ def overwritten_if_planted(case: str) -> tuple[str, str]:
 
 
 def released_early(sass: Sass) -> str:
-    """The first arrival that releases memory while products read it. Only V's release, the first arrival after a wait that ended products
-    with V, may leave products under way, and only those of Q K, whose left operand is in shared memory."""
+    """The first arrival that releases memory while products read it. Only V's release, the first arrival after a wait
+    that ended products with V, may leave products under way, and only those of Q K, whose left operand is in shared
+    memory.
+    """
     running, values_ended = [], False  # groups of products, by whether they are of Q K
     for text in sass.code:
         if "GMMA" in text and "gsb0" in text:

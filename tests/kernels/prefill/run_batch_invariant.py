@@ -1,4 +1,5 @@
-"""`batch_invariant` of the Hopper kernel on the CPU (`tests/emulator`): the same query in other batches, chunks and blocks.
+"""`batch_invariant` of the Hopper kernel on the CPU (`tests/emulator`): the same query in other batches, chunks and
+blocks.
 
 `test_batch_invariant.py` calls this in a process where Triton compiles. By hand:
 
@@ -22,7 +23,10 @@ from tests.kernels.decode.run_decode import filled_pages
 from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry
 
-LENGTH, GROUP = 390, 2  # keys of the sequence that is compared. Of its rows, those that see fewer than 256 keys are multiplied twice
+LENGTH, GROUP = (
+    390,
+    2,
+)  # keys of the sequence that is compared. Of its rows, those that see fewer than 256 keys are multiplied twice
 CASES: dict[str, dict] = {
     "INT8 keys": {"head_dim": 128, "keys": "int8"},
     "E4M3 keys": {"head_dim": 64, "keys": "e4m3"},
@@ -33,11 +37,14 @@ CASES: dict[str, dict] = {
 
 def attend(q: torch.Tensor, pages: KVPages, lengths: list[int], counts: list[int], case: dict) -> torch.Tensor:
     """The output of `counts` queries of sequences of `lengths` keys, by the emulated kernel."""
-    pages = replace(pages, page_table=pages.page_table[: len(lengths)], cache_seqlens=torch.tensor(lengths, dtype=torch.int32))
+    pages = replace(
+        pages, page_table=pages.page_table[: len(lengths)], cache_seqlens=torch.tensor(lengths, dtype=torch.int32)
+    )
     equal = len(set(counts)) == 1
     bounds = None if equal else torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
     params = AttentionParams(
-        bounds, max(counts), True, case["head_dim"] ** -0.5, case.get("window", 0), exact=case.get("exact", False), batch_invariant=True
+        bounds, max(counts), True, case["head_dim"] ** -0.5, case.get("window", 0), exact=case.get("exact", False),
+        batch_invariant=True
     )  # fmt: skip
     with dry() as (launches, patch):
         patch.setattr(prefill.plan, "num_sms", lambda device: 1)
@@ -67,7 +74,9 @@ def emulate_case(name: str) -> dict:
         "one, of 230 keys": (attend(q[229:230], pages, [230], [1], case), whole[29:30]),
         "two, one each": (attend(torch.cat([q[-1:], other[:1]]), pages, [LENGTH, 90], [1, 1], case)[:1], whole[-1:]),
     }
-    return {"case": name, "nan": bool(whole.isnan().any())} | {what: int((a != b).sum()) for what, (a, b) in found.items()}
+    return {"case": name, "nan": bool(whole.isnan().any())} | {
+        what: int((a != b).sum()) for what, (a, b) in found.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The order in which `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and emulated on the CPU.
+"""The order in which `kernels.prefill` takes the sequences of a ragged batch: its search, compiled for sm_90 and
+emulated on the CPU.
 
 `test_schedule.py` calls this in a process where Triton compiles.
 """
@@ -23,10 +24,11 @@ WAVE_ROWS, WAVE_PAGES = 800, 100
 @gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "heads", "window", "claims", "wave_rows", "wave_pages"])
 def _walk(cu_ptr, lens_ptr, out_ptr, num_tokens, num_seqs, heads, window, claims, wave_rows, wave_pages,
           BLOCK: gl.constexpr):  # fmt: skip
-    """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is searched for if the
-    claim before had another one."""
+    """For every claim: its sequence, first item, first query, number of queries and heads in a wave. The sequence is
+    searched for if the claim before had another one."""
     batch = PrefillBatch(
-        bounds=cu_ptr, lengths=lens_ptr, new_keys=num_tokens, padding=None, num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=heads,
+        bounds=cu_ptr, lengths=lens_ptr, new_keys=num_tokens, padding=None, num_tokens=num_tokens, num_seqs=num_seqs,
+        num_q_heads=heads,
         window=window, wave=claims, wave_rows=wave_rows, wave_pages=wave_pages, BLOCK=BLOCK)  # fmt: skip
     q_len = 0
     sequence = scheduler_init(q_len, batch)
@@ -57,6 +59,8 @@ def batches() -> list[dict]:
     cases = [([700], [700], 0, 2, NO_WINDOW), ([0, 0], [0, 900], 70, 3, NO_WINDOW)]
     for count, rest, window in ((5, 0, NO_WINDOW), (32, 193, 300), (75, 0, NO_WINDOW)):
         queries = [pick.choice((0, 0, 1, 190, 192, 200, 700)) for _ in range(count)]
-        keys = [pick.choice((n, n + 5000, max(n - 100, 0), pick.randrange(1 << pick.randrange(1, 18)))) for n in queries]
+        keys = [
+            pick.choice((n, n + 5000, max(n - 100, 0), pick.randrange(1 << pick.randrange(1, 18)))) for n in queries
+        ]
         cases.append((queries, keys, rest, pick.randrange(1, 4), window))
     return [walk(*case) for case in cases]

@@ -1,4 +1,6 @@
-"""How a problem is cut, and the estimated times against measured ones (microseconds, from lab runs with 16-bit queries)."""
+"""How a problem is cut, and the estimated times against measured ones (microseconds, from lab runs with 16-bit
+queries).
+"""
 
 import pytest
 
@@ -90,7 +92,8 @@ def problem(sequences, heads, queries, keys, causal, q8=False):
 @pytest.mark.parametrize(("chip", "q8", "case", "measured"), CASES)
 def test_what_a_launch_takes_is_known(chip, q8, case, measured):
     for shape, time in zip(cut.SHAPES[128], measured, strict=True):
-        # Launches of 20 us have a fifth of overhead; on an H200, those of 30 us also rows of few keys, which are multiplied twice.
+        # Launches of 20 us have a fifth of overhead; on an H200, those of 30 us also rows of few keys, which are
+        # multiplied twice.
         near = 0.1 if time > 100 else 0.22 if chip is H100 or time > 60 else 0.32
         assert cut.microseconds(shape, 1, SMS, problem(*case, q8), chip) == pytest.approx(time, rel=near)
 
@@ -115,7 +118,9 @@ def test_partitions_without_rows_are_not_counted(case, measured, chip):
 def test_the_faster_shape_is_taken_for_a_ragged_batch(queries, keys, wide):
     """Also if the table of pages is as wide as an engine's, where the model sees many more keys."""
     tiles = 1024 if wide else -(-keys // 128)
-    shape, splits = cut.best_cut(128, SMS, cut.Problem(len(queries), 32, 128, sum(queries), max(queries), tiles, True, True), H200)
+    shape, splits = cut.best_cut(
+        128, SMS, cut.Problem(len(queries), 32, 128, sum(queries), max(queries), tiles, True, True), H200
+    )
     measured = RAGGED[queries, keys]
     assert measured[shape.warpgroups == 3] <= (1.06 if wide else 1.0) * min(measured) and splits == 1
 

@@ -1,4 +1,6 @@
-"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (`test_prefill_compile.py` checks the compiled code.)"""
+"""The Hopper prefill kernel without a GPU: its PTX, run on the CPU. (`test_prefill_compile.py` checks the compiled
+code.)
+"""
 
 import pytest
 
@@ -8,8 +10,8 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 pytestmark = pytest.mark.slow
 
-# By the keys' dtype: relative errors of all outputs and of the worst row, and of the LSE. What Q's rounding adds is in them: scores here
-# have a spread of up to 8, of which INT8's rounding is 0.3% and E4M3's 2%.
+# By the keys' dtype: relative errors of all outputs and of the worst row, and of the LSE. What Q's rounding adds is in
+# them: scores here have a spread of up to 8, of which INT8's rounding is 0.3% and E4M3's 2%.
 BOUNDS = {
     "INT8 keys": (0.01, 0.04, 0.1),
     "E4M3 keys": (0.02, 0.1, 0.4),
@@ -33,15 +35,18 @@ TILES = ("tiles of 64 keys",)
 SCALES = ("negative scale", "negative scale, FP8 queries", "scale of zero")
 CASES = [
     pytest.param(case, marks=[pytest.mark.triton36] * (case in TRITON36))
-    for case in dict.fromkeys((*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *TILES, *RAGGED, *TRITON36))
+    for case in dict.fromkeys(
+        (*BOUNDS, "head_dim 192", "two launches", "new pages, two CTAs", *SCALES, *TILES, *RAGGED, *TRITON36)
+    )
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_the_reference(case):
-    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory and a ring that wraps,
-    parts without keys, pages that are NaN until the launch before has ended; NaN wherever no row may look. In each loop over tiles the ring
-    wraps, so that the emulator sees what orders a stage's release and the next copy. A row of some 300 keys has not
+    """Rows of few keys and of many, blocks that begin before their sequence, tiles that end early, two items' memory
+    and a ring that wraps, parts without keys, pages that are NaN until the launch before has ended; NaN wherever no row
+    may look. In each loop over tiles the ring wraps, so that the emulator sees what orders a stage's release and the
+    next copy. A row of some 300 keys has not
     averaged the roundings of its weights: 3.5% by sqrt(300), of scores so unlike that a few keys count."""
     row = compiling.call("tests.kernels.prefill.run_prefill", "emulate_case", case)
     rel_err, row_err, lse_err = BOUNDS.get(case, BOUNDS["INT8 keys"])

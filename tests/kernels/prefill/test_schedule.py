@@ -1,4 +1,6 @@
-"""The order in which Hopper prefill takes the items of a ragged batch, without a GPU: its search's PTX, run on the CPU."""
+"""The order in which Hopper prefill takes the items of a ragged batch, without a GPU:
+its search's PTX, run on the CPU.
+"""
 
 import pytest
 
@@ -15,7 +17,9 @@ def batches() -> list[dict]:
 
 @pytest.mark.triton36
 def test_every_item_is_claimed_once_and_those_of_many_keys_first(batches):
-    """Batches with sequences without queries or keys, rows behind the last one, a window, and more sequences than a warp has lanes."""
+    """Batches with sequences without queries or keys, rows behind the last one, a window, and more sequences than a
+    warp has lanes.
+    """
     assert max(len(batch["queries"]) for batch in batches) > 64
     for batch in batches:
         queries, count = [*batch["queries"], batch["rest"]], len(batch["queries"])

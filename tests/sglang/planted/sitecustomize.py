@@ -1,4 +1,5 @@
-"""Plants a defect in fp8attn in each process with this folder in PYTHONPATH and a defect's name in PLANTED, also in those of SGLang.
+"""Plants a defect in fp8attn in each process with this folder in PYTHONPATH and a defect's name in PLANTED, also in
+those of SGLang.
 
 It is planted when the module is imported; in the second KV head, except "not rounded again".
 """
@@ -11,7 +12,8 @@ import sys
 OWN_TOKEN, KEYS, VALUES, NOT_ROUNDED = "decodes miss their own token", "keys", "values", "not rounded again"
 PLANTED = os.environ.get("PLANTED")
 MODULE = "fp8attn.numerics" if PLANTED == NOT_ROUNDED else "fp8attn.integrations.engine.layer"
-ROUNDS = "again = torch.where(before[..., None], shifted, rounded)"  # in `numerics.settle`: codes of a page whose scale grows
+# in `numerics.settle`: codes of a page whose scale grows
+ROUNDS = "again = torch.where(before[..., None], shifted, rounded)"
 
 
 def _plant(module):
@@ -24,9 +26,13 @@ def _plant(module):
         run(self, q, k, v, out, step)
         for part in step.parts if PLANTED == OWN_TOKEN else ():
             if part.max_seqlen == 1:
-                pages = module.KVPages.trusted(self.pool, part.page_table, (part.cache_seqlens - 1).clamp_min(1), self.format)
+                pages = module.KVPages.trusted(
+                    self.pool, part.page_table, (part.cache_seqlens - 1).clamp_min(1), self.format
+                )
                 half, tokens = q.shape[1] // 2, part.tokens
-                out[tokens][:, half:] = module.ops.attention(q[tokens], pages, softmax_scale=self.softmax_scale)[:, half:]
+                out[tokens][:, half:] = module.ops.attention(q[tokens], pages, softmax_scale=self.softmax_scale)[
+                    :, half:
+                ]
 
     layer.run = planted
 
@@ -43,7 +49,10 @@ class _Finder(importlib.abc.MetaPathFinder):
             if PLANTED == NOT_ROUNDED:
                 source = loader.get_source(name)
                 assert source.count(ROUNDS) == 1, "numerics.settle has changed"
-                exec(compile(source.replace(ROUNDS, ROUNDS.replace("shifted", "codes")), spec.origin, "exec"), module.__dict__)
+                exec(
+                    compile(source.replace(ROUNDS, ROUNDS.replace("shifted", "codes")), spec.origin, "exec"),
+                    module.__dict__,
+                )
             else:
                 load(module)
                 _plant(module)

@@ -18,7 +18,9 @@ from fp8attn_tools import check_scales, context_of, pack_tokens  # noqa: E402
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    """A model whose last layer has a V with offsets of up to 8 deviations, and a K whose slowest pair has an offset of 20."""
+    """A model whose last layer has a V with offsets of up to 8 deviations, and a K whose slowest pair has an offset of
+    20.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.bias.copy_(torch.linspace(-10, 10, 128))  # deviations are about 1.2
@@ -53,7 +55,13 @@ WAYS = [("int8", True), ("int8", False), ("e4m3", True), ("e4m3", False)]
 def test_absmax_is_exact(model, ids, key_dtype, rotate_keys):
     found = calibrate(model, ids.split(1), key_dtype=key_dtype, rotate_keys=rotate_keys)
     assert (found.key_dtype, found.rotate_keys) == (key_dtype, rotate_keys)
-    assert (found.num_layers, found.num_kv_heads, found.head_dim, found.tokens, found.method) == (2, 2, 64, 800, "absmax")
+    assert (found.num_layers, found.num_kv_heads, found.head_dim, found.tokens, found.method) == (
+        2,
+        2,
+        64,
+        800,
+        "absmax",
+    )
     assert found.model_id.endswith("tiny-llama")
     for index, pair in enumerate(kept(model, ids)):
         layer = found.layer(index)
@@ -62,7 +70,9 @@ def test_absmax_is_exact(model, ids, key_dtype, rotate_keys):
         torch.testing.assert_close(layer.v_scale, (v - layer.v_mean).abs().amax((0, 2)) / 448, rtol=1e-5, atol=0)
         assert index == 0 or 20 < layer.v_mean.count_nonzero() < 100, "the model was built to have offsets"
         # Of K the slowest pair alone: its channel 31 has the bias, which RoPE turns by 0.03 over these tokens.
-        assert layer.k_mean.nonzero().tolist() == [[0, 31]] and layer.k_mean[0, 31] == pytest.approx(k[:, 0, 31].mean().item())
+        assert layer.k_mean.nonzero().tolist() == [[0, 31]] and layer.k_mean[0, 31] == pytest.approx(
+            k[:, 0, 31].mean().item()
+        )
         stored = k - layer.k_mean
         stored = rotate(stored) if rotate_keys else stored
         top = INT8.max if key_dtype == "int8" else E4M3.max
@@ -75,7 +85,9 @@ def test_batches_may_be_an_iterator_and_of_any_shape(model, ids):
     pieces = calibrate(model, ({"input_ids": row} for row in ids.split([1, 2, 1])))
     for index in whole.layers:
         for name in ("k_scale", "v_scale", "k_mean", "v_mean"):
-            torch.testing.assert_close(getattr(whole.layer(index), name), getattr(pieces.layer(index), name), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                getattr(whole.layer(index), name), getattr(pieces.layer(index), name), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -85,11 +97,16 @@ def test_padding_is_not_counted(model, ids, side):
     for number, row in enumerate(rows):
         place = slice(150 - len(row), None) if side == "left" else slice(len(row))
         padded[number, place], mask[number, place] = row, 1
-    want, got = calibrate(model, [row[None] for row in rows]), calibrate(model, [{"input_ids": padded, "attention_mask": mask}])
+    want, got = (
+        calibrate(model, [row[None] for row in rows]),
+        calibrate(model, [{"input_ids": padded, "attention_mask": mask}]),
+    )
     assert got.tokens == want.tokens == 240
     for index in want.layers:
         for name in ("k_scale", "v_scale", "k_mean", "v_mean"):
-            torch.testing.assert_close(getattr(got.layer(index), name), getattr(want.layer(index), name), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                getattr(got.layer(index), name), getattr(want.layer(index), name), rtol=1e-4, atol=1e-5
+            )
 
 
 NAMES = ("k_scale", "v_scale", "q_scale", "k_mean", "v_mean")
@@ -100,9 +117,17 @@ def same(got, want, exactly=True):
     for index in want.layers:
         for name in NAMES:
             mine, theirs = (getattr(scales.layer(index), name) for scales in (got, want))
-            assert torch.equal(mine, theirs) if exactly else torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5), (index, name)
+            assert torch.equal(mine, theirs) if exactly else torch.allclose(mine, theirs, rtol=1e-4, atol=1e-5), (
+                index,
+                name,
+            )
     if exactly:
-        assert (got.sqnr_db, got.k_offsets, got.tokens, got.method) == (want.sqnr_db, want.k_offsets, want.tokens, want.method)
+        assert (got.sqnr_db, got.k_offsets, got.tokens, got.method) == (
+            want.sqnr_db,
+            want.k_offsets,
+            want.tokens,
+            want.method,
+        )
 
 
 def test_a_generator_gives_what_a_list_gives(model, ids):
@@ -126,7 +151,9 @@ def test_means_are_of_the_first_tokens_and_scales_of_all(model, ids, few):
     assert found.tokens == 800 and means.tokens == 400
     for index, (_, v) in enumerate(kept(model, ids)):
         layer = found.layer(index)
-        assert torch.equal(layer.v_mean, means.layer(index).v_mean) and torch.equal(layer.k_mean, means.layer(index).k_mean)
+        assert torch.equal(layer.v_mean, means.layer(index).v_mean) and torch.equal(
+            layer.k_mean, means.layer(index).k_mean
+        )
         magnitudes = (v - layer.v_mean).abs().transpose(0, 1).flatten(1)
         torch.testing.assert_close(layer.v_scale, magnitudes.amax(1) / 448, rtol=1e-5, atol=0)
 
@@ -145,7 +172,9 @@ def test_a_long_batch_in_chunks(model, ids, side):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "fp8_kv"])
 def test_queries_are_those_that_attention_gets(model, ids, implementation):
-    """Against Q from the weights and transformers' own RoPE, under each implementation; and the model computes what it computed."""
+    """Against Q from the weights and transformers' own RoPE, under each implementation; and the model computes what it
+    computed.
+    """
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     ours = copy.deepcopy(model)
@@ -194,7 +223,10 @@ def test_the_report_counts_what_scales_do_not_cover(model, ids, key_dtype, rotat
     for index, (k, v) in enumerate(kept(model, ids[1:])):
         layer = scales.layer(index)
         k = rotate(k - layer.k_mean) if rotate_keys else k - layer.k_mean
-        for x, scale, codec, which in ((k, layer.k_scale, codec_of(key_dtype), "k"), (v - layer.v_mean, layer.v_scale, E4M3, "v")):
+        for x, scale, codec, which in (
+            (k, layer.k_scale, codec_of(key_dtype), "k"),
+            (v - layer.v_mean, layer.v_scale, E4M3, "v"),
+        ):
             y = x / scale[:, None]
             saturated = (y.abs() > codec.max).double().mean((0, 2))
             underflow = ((codec.encode(y, torch.ones(())) == 0) & (x != 0)).double().mean((0, 2))
@@ -209,7 +241,13 @@ def test_the_report_counts_what_scales_do_not_cover(model, ids, key_dtype, rotat
 def test_scales_of_another_model_are_not_checked(model, ids):
     scales = calibrate(model, [ids])
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
     )
     with pytest.raises(ValueError, match="num_layers is 2 in the scales and 1 in the model"):
         check_scales(transformers.LlamaForCausalLM(config), [ids], scales)
@@ -239,16 +277,22 @@ def test_packing_streams_and_the_context(model):
         next(pack_tokens([[1]], 0))
 
 
-@pytest.mark.parametrize("document", ["text", {"input_ids": [1, 2]}, torch.ones(1, 5, dtype=torch.long), [[1, 2]], [1.5]], ids=repr)
+@pytest.mark.parametrize(
+    "document", ["text", {"input_ids": [1, 2]}, torch.ones(1, 5, dtype=torch.long), [[1, 2]], [1.5]], ids=repr
+)
 def test_documents_that_are_no_token_ids_are_refused(document):
-    with pytest.raises(ValueError, match=r"document 1 must be token ids.*tokenizer\(text\)\.input_ids for text in texts"):
+    with pytest.raises(
+        ValueError, match=r"document 1 must be token ids.*tokenizer\(text\)\.input_ids for text in texts"
+    ):
         list(pack_tokens([[1, 2], document], 4))
 
 
 def test_sensitivity(model, ids):
     found = calibrate(model, [ids])
     for k, v in found.sqnr_db.values():
-        assert 36 < k < 55  # INT8 with 4 deviations to the largest code keeps about 40 dB, and more where a mean is subtracted
+        assert (
+            36 < k < 55
+        )  # INT8 with 4 deviations to the largest code keeps about 40 dB, and more where a mean is subtracted
         assert 28 < v < 60  # E4M3 keeps about 31.5 dB of a normal variable, and more where a mean is subtracted
     e4m3 = calibrate(model, [ids], key_dtype="e4m3")
     assert all(28 < k < 45 for k, _ in e4m3.sqnr_db.values())
@@ -270,7 +314,9 @@ def test_static_cache_holds_the_calibrated_range_and_saturates_past_it(model, id
 
     cache.append(0, k, v)
     ints = (key_dtype == "int8", False)
-    for got, want, scale, int8 in zip(stored(*cache.read(0, 0)), stored(k, v), (layer.k_scale, layer.v_scale), ints, strict=True):
+    for got, want, scale, int8 in zip(
+        stored(*cache.read(0, 0)), stored(k, v), (layer.k_scale, layer.v_scale), ints, strict=True
+    ):
         assert ((got - want).abs() <= bound(want, scale, int8) * 1.01 + 1e-5).all()  # and the last bits of values of 24
     cache.append(0, k * 1000, v * 1000)
     for got, scale, int8 in zip(stored(*cache.read(0, 0)), (layer.k_scale, layer.v_scale), ints, strict=True):
@@ -305,16 +351,20 @@ def test_under_our_attention_too(model, ids):
 
 def test_a_model_of_windows_alone_has_nothing_to_calibrate(ids):
     config = transformers.MistralConfig(
-        vocab_size=89, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        vocab_size=89, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=64,
         sliding_window=512,
     )  # fmt: skip
-    with pytest.raises(UsageError, match="only full-attention layers are calibrated, and every layer of 'mistral' has a window"):
+    with pytest.raises(
+        UsageError, match="only full-attention layers are calibrated, and every layer of 'mistral' has a window"
+    ):
         calibrate(transformers.MistralForCausalLM(config), ids)
 
 
 def test_sliding_layers_stay_in_16_bits(ids):
     config = transformers.Gemma3TextConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=64, sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
@@ -335,7 +385,9 @@ def test_heads_that_are_divided_over_processes_are_refused(tiny_model, ids):
     """Scales of a part of the heads would be wrong for the model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     model._tp_size = 2  # as `from_pretrained(tp_plan="auto")` in two processes sets it
-    with pytest.raises(UsageError, match=r'heads are divided over 2 processes; load it in one process, with device_map="auto"'):
+    with pytest.raises(
+        UsageError, match=r'heads are divided over 2 processes; load it in one process, with device_map="auto"'
+    ):
         calibrate(model, [ids])
 
 
@@ -348,7 +400,9 @@ def test_what_is_no_causal_language_model_is_refused():
         calibrate(transformers.T5ForConditionalGeneration(config), ids)
 
 
-@pytest.mark.parametrize("batch", ["text", [1, 2, 3], {"input_ids": [[1, 2, 3]]}, {"input_ids": torch.ones(1, 3), "attention_mask": [1]}])
+@pytest.mark.parametrize(
+    "batch", ["text", [1, 2, 3], {"input_ids": [[1, 2, 3]]}, {"input_ids": torch.ones(1, 3), "attention_mask": [1]}]
+)
 def test_what_is_no_batch_is_refused(model, batch):
     with pytest.raises(TypeError, match=r"a batch must be a tensor input_ids .* got (str|list)\. Tokenize text first"):
         calibrate(model, [batch])
@@ -356,7 +410,10 @@ def test_what_is_no_batch_is_refused(model, batch):
 
 @pytest.mark.parametrize("batches", [None, 3, "text", {"input_ids": torch.ones(1, 3, dtype=torch.long)}])
 def test_what_are_no_batches_is_refused(model, batches):
-    message = rf"batches must be an iterable of tensors input_ids .* got {type(batches).__name__}\. Put a single batch into a list"
+    message = (
+        rf"batches must be an iterable of tensors input_ids .* got {type(batches).__name__}\. Put a single batch into "
+        rf"a list"
+    )
     with pytest.raises(TypeError, match=message):
         calibrate(model, batches)
     with pytest.raises(TypeError, match=message):
@@ -364,7 +421,9 @@ def test_what_are_no_batches_is_refused(model, batches):
 
 
 def test_what_are_no_scales_is_refused(model, ids):
-    with pytest.raises(TypeError, match=r"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got NoneType"):
+    with pytest.raises(
+        TypeError, match=r"scales must be a KVScales, as calibrate returns it or KVScales.load reads it; got NoneType"
+    ):
         check_scales(model, [ids], None)
 
 
@@ -375,7 +434,11 @@ def test_what_are_no_scales_is_refused(model, ids):
         ([torch.zeros(1, 4, dtype=torch.long)], {"key_dtype": "int4"}, "key_dtype must be one of"),
         ([torch.zeros(4, dtype=torch.long)], {}, r"input_ids \[B, S\].*got \[4\]"),
         ([{"attention_mask": torch.ones(1, 4)}], {}, "must have input_ids .*got none"),
-        ([{"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 5)}], {}, r"got \[1, 4\] and mask \[1, 5\]"),
+        (
+            [{"input_ids": torch.zeros(1, 4, dtype=torch.long), "attention_mask": torch.ones(1, 5)}],
+            {},
+            r"got \[1, 4\] and mask \[1, 5\]",
+        ),
     ],
 )
 def test_errors(model, batches, options, message):
@@ -398,7 +461,9 @@ def test_a_cache_takes_scales(model, ids):
 
 @pytest.mark.filterwarnings("ignore:FP8Cache under attn_implementation")
 def test_a_model_that_outgrows_its_scales_is_noticed(model, ids):
-    """V of the first layer becomes eight times as large as it was when it was calibrated. In 16 bits, that layer has no scales."""
+    """V of the first layer becomes eight times as large as it was when it was calibrated. In 16 bits, that layer has no
+    scales.
+    """
     from fp8attn.integrations.transformers import FP8Cache
 
     scales = calibrate(model, ids.split(1))

@@ -48,7 +48,9 @@ def test_planted_outliers_and_means(rotated, with_mean):
     signal, noise = observer.noise(observer.scale()).unbind(1)
     scale = E4M3.needed_scale(amax)[:, None]
     error = E4M3.encode(y, 1 / scale) * scale - y
-    torch.testing.assert_close(noise, error.double().square().sum((0, 2)), rtol=1e-3, atol=0)  # some ties round otherwise
+    torch.testing.assert_close(
+        noise, error.double().square().sum((0, 2)), rtol=1e-3, atol=0
+    )  # some ties round otherwise
     torch.testing.assert_close(signal, x.double().square().sum((0, 2)), rtol=1e-5, atol=0)  # with the mean
 
 
@@ -84,7 +86,9 @@ def test_moments_of_parts_are_those_of_the_whole():
     torch.testing.assert_close(whole.sums, parts.sums, rtol=1e-12, atol=1e-9)  # float64 sums in another order
     wide = x.double()
     torch.testing.assert_close(whole.sums[0], wide.sum(0), rtol=1e-12, atol=1e-9)
-    torch.testing.assert_close(whole.sums[1], wide.square().sum(0), rtol=1e-12, atol=0)  # squares of BF16 are exact in FP32
+    torch.testing.assert_close(
+        whole.sums[1], wide.square().sum(0), rtol=1e-12, atol=0
+    )  # squares of BF16 are exact in FP32
     pair = wide[..., :32].square() + wide[..., 32:].square()
     torch.testing.assert_close(whole.sums[2], torch.cat([pair, pair], -1).sum(0), rtol=1e-7, atol=0)  # rounded to FP32
     assert whole.mean().nonzero().tolist() == [[0, 3]]
@@ -102,12 +106,16 @@ def test_a_layer_is_all_of_its_tokens_without_the_mean_of_the_first():
         layer.add(which, y[300:])
     layer.settle()
     found = layer.results()
-    assert sorted(found) == sorted(["q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_noise", "v_noise", "k_offset"])
+    assert sorted(found) == sorted(
+        ["q_scale", "k_scale", "v_scale", "k_mean", "v_mean", "k_noise", "v_noise", "k_offset"]
+    )
     assert found["v_mean"].nonzero().tolist() == [[0, 3]] and layer.tokens == 800
     assert found["v_mean"][0, 3] == pytest.approx(x["v"][:200, 0, 3].mean().item(), rel=1e-6)
     for which, codec in (("q", INT8), ("k", INT8), ("v", E4M3)):
         mean = found.get(f"{which}_mean", torch.zeros(2, 64))
-        torch.testing.assert_close(found[f"{which}_scale"], (x[which] - mean).abs().amax((0, 2)) / codec.max, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            found[f"{which}_scale"], (x[which] - mean).abs().amax((0, 2)) / codec.max, rtol=1e-6, atol=0
+        )
         if which != "q":
             direct = Observer(codec, sampled=True)
             direct.mean = mean

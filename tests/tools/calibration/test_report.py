@@ -21,7 +21,12 @@ def test_shares_are_those_of_the_codes():
             keys = codec_of(key_dtype)
             # A third of the octaves of these values saturates.
             layer = LayerScales(
-                *[torch.tensor([2.0**-7, 2.0**-5])] * 2, mean, torch.zeros(HEADS, DIM), key_dtype, rotated, torch.ones(HEADS)
+                *[torch.tensor([2.0**-7, 2.0**-5])] * 2,
+                mean,
+                torch.zeros(HEADS, DIM),
+                key_dtype,
+                rotated,
+                torch.ones(HEADS),
             )
             found = counters(layer)
             for which, y in x.items():
@@ -37,8 +42,12 @@ def test_shares_are_those_of_the_codes():
                 zero = (codes == 0) & (y != 0)
                 # One value on an edge may fall otherwise, because the rotation rounds otherwise.
                 coverage = found[which].coverage()
-                torch.testing.assert_close(coverage.saturated, past.double().mean((0, 2)), rtol=0, atol=1.5 / (400 * DIM))
-                torch.testing.assert_close(coverage.underflow, zero.double().mean((0, 2)), rtol=0, atol=1.5 / (400 * DIM))
+                torch.testing.assert_close(
+                    coverage.saturated, past.double().mean((0, 2)), rtol=0, atol=1.5 / (400 * DIM)
+                )
+                torch.testing.assert_close(
+                    coverage.underflow, zero.double().mean((0, 2)), rtol=0, atol=1.5 / (400 * DIM)
+                )
                 assert (coverage.saturated > 0).any()
 
 
@@ -57,15 +66,26 @@ def test_maps_and_the_worst():
     def coverage(*saturated):
         return Coverage(torch.tensor(saturated, dtype=torch.float64), torch.zeros(len(saturated), dtype=torch.float64))
 
-    report = ScalesReport({1: {"k": coverage(0.1, 0.0), "v": coverage(0.0, 0.3)}, 4: {"k": coverage(0.0, 0.2), "v": coverage(0.0, 0.0)}}, 7)
+    report = ScalesReport(
+        {1: {"k": coverage(0.1, 0.0), "v": coverage(0.0, 0.3)}, 4: {"k": coverage(0.0, 0.2), "v": coverage(0.0, 0.0)}},
+        7,
+    )
     assert report.tensors == ("k", "v")
     assert report.map("k", "saturated").tolist() == [[0.1, 0.0], [0.0, 0.2]]
-    assert [(worst.layer, worst.tensor, worst.head) for worst in report.worst(3)] == [(1, "v", 1), (4, "k", 1), (1, "k", 0)]
-    assert repr(report) == "ScalesReport(layers 1, 4, 7 tokens, at most 30.00% of a head saturated: V of layer 1, head 1)"
+    assert [(worst.layer, worst.tensor, worst.head) for worst in report.worst(3)] == [
+        (1, "v", 1),
+        (4, "k", 1),
+        (1, "k", 0),
+    ]
+    assert (
+        repr(report) == "ScalesReport(layers 1, 4, 7 tokens, at most 30.00% of a head saturated: V of layer 1, head 1)"
+    )
 
 
 def test_another_number_of_heads_is_refused():
     """A part of the heads would be broadcast to all."""
     layer = LayerScales(*[torch.ones(HEADS)] * 2, *[torch.zeros(HEADS, DIM)] * 2)
-    with pytest.raises(UsageError, match=r"the scales have 2 heads, and the model has 1 in this process; pass the scales of this model"):
+    with pytest.raises(
+        UsageError, match=r"the scales have 2 heads, and the model has 1 in this process; pass the scales of this model"
+    ):
         counters(layer)["k"].add(torch.ones(3, 1, DIM))

@@ -1,4 +1,6 @@
-"""Exported checkpoints: every scale where vLLM looks for it, an error for each way to lose one, the same model after V's mean has moved."""
+"""Exported checkpoints: every scale where vLLM looks for it, an error for each way to lose one, the same model after
+V's mean has moved.
+"""
 
 import json
 import shutil
@@ -33,7 +35,9 @@ def save(folder, family="llama", dtype=torch.float32, **changes):
     return folder
 
 
-def some_scales(layers=range(LAYERS), q_scale=True, k_mean=None, v_mean=None, num_layers=LAYERS, head_dim=HEAD_DIM, **changes):
+def some_scales(
+    layers=range(LAYERS), q_scale=True, k_mean=None, v_mean=None, num_layers=LAYERS, head_dim=HEAD_DIM, **changes
+):
     """Scales that differ in every layer, head and tensor."""
     made = {}
     for index in layers:
@@ -41,7 +45,11 @@ def some_scales(layers=range(LAYERS), q_scale=True, k_mean=None, v_mean=None, nu
         zero = torch.zeros(KV_HEADS, head_dim)
         options = {"key_dtype": "e4m3", "rotate_keys": False} | changes
         made[index] = LayerScales(
-            heads / 60 + index, heads / 130 + index, zero if k_mean is None else k_mean, zero if v_mean is None else v_mean, **options
+            heads / 60 + index,
+            heads / 130 + index,
+            zero if k_mean is None else k_mean,
+            zero if v_mean is None else v_mean,
+            **options,
         )
         if q_scale:
             object.__setattr__(made[index], "q_scale", torch.arange(Q_HEADS) / 256 + index + 1)
@@ -74,14 +82,21 @@ def test_an_export_is_read_back(model, tmp_path, strategy):
         for x, given in (("q", layer.q_scale), ("k", layer.k_scale), ("v", layer.v_scale)):
             assert torch.equal(exported.scales[index][x], given if strategy == "attn_head" else given.amax()[None])
     names = set(load_file(out / SCALES))
-    shapes = {name.removeprefix("model.layers.1.self_attn."): list(t.shape) for name, t in load_file(out / SCALES).items() if ".1." in name}
+    shapes = {
+        name.removeprefix("model.layers.1.self_attn."): list(t.shape)
+        for name, t in load_file(out / SCALES).items()
+        if ".1." in name
+    }
     if strategy == "tensor":  # the names and shapes that vLLM's loader reads: formats.py
         assert shapes == {"q_scale": [1], "k_scale": [1], "v_scale": [1]}
     else:
         assert shapes == {"q_scale": [4, 1, 1], "k_scale": [2, 1, 1], "v_scale": [2, 1, 1]}
     index = json.loads((out / INDEX).read_text())
     files = {path.name for path in out.glob("*.safetensors")}
-    assert set(index["weight_map"].values()) == files and {n for n, f in index["weight_map"].items() if f == SCALES} == names
+    assert (
+        set(index["weight_map"].values()) == files
+        and {n for n, f in index["weight_map"].items() if f == SCALES} == names
+    )
     assert index["metadata"]["total_size"] >= sum((out / file).stat().st_size for file in files - {SCALES})
     assert (out / "templates" / "chat.jinja").read_text() == "chat" and (out / "tokenizer_config.json").is_symlink()
     assert not (out / "params.json").exists()  # vLLM would read Mistral's files instead of the index
@@ -121,12 +136,14 @@ def test_moving_v_leaves_the_model_as_it_is(tmp_path, dtype):
     assert changed == {f"model.layers.{i}.self_attn.{name}_proj.bias" for i in range(LAYERS) for name in "vo"}
     for name in changed:
         if ".v_proj" in name:
-            torch.testing.assert_close(new.get(name), (old.get(name).double() - mean.flatten()).to(dtype), rtol=0, atol=0)
+            torch.testing.assert_close(
+                new.get(name), (old.get(name).double() - mean.flatten()).to(dtype), rtol=0, atol=0
+            )
     edit("config.json", lambda v: v.pop("quantization_config"))(out)  # with it, transformers would round K and V
     exact, moved = logits(model), logits(out)
     error = ((moved - exact).norm() / exact.norm()).item()
-    # The only rounding is of o_proj's biases: half a unit in the last place of each, 2^-24 or 2^-9 relative to numbers of the size of the
-    # hidden states, which three layers add up and amplify several times.
+    # The only rounding is of o_proj's biases: half a unit in the last place of each, 2^-24 or 2^-9 relative to numbers
+    # of the size of the hidden states, which three layers add up and amplify several times.
     assert 0 < error < 16 * torch.finfo(dtype).eps / 2
     # Without o_proj's part the model is another one.
     with_old_o = tmp_path / "wrong"
@@ -141,7 +158,9 @@ def test_without_folding_scales_cover_the_means(model, tmp_path):
     """`|k| <= |k - mean| + |mean|`: of K always, of V without folding. In E4M3 the larger scale costs no precision."""
     mean = torch.tensor([[1.0], [-3.0]]) * torch.linspace(-1, 0.5, HEAD_DIM)
     scales = some_scales(k_mean=2 * mean, v_mean=mean)
-    folded, covered = (export(model, scales, tmp_path / str(fold), strategy="attn_head", fold_v_mean=fold) for fold in (True, False))
+    folded, covered = (
+        export(model, scales, tmp_path / str(fold), strategy="attn_head", fold_v_mean=fold) for fold in (True, False)
+    )
     largest = torch.tensor([1.0, 3.0]) / 448
     for index, layer in scales.layers.items():
         assert torch.equal(folded.scales[index]["v"], layer.v_scale)
@@ -224,19 +243,43 @@ def scheme(config):
 
 DAMAGES = {
     "missing": (rewrite(lambda t: t.pop(K)), rf"lacks {K}, and vLLM would take 1\.0"),
-    "query's missing": (rewrite(lambda t: t.pop(K.replace("k_scale", "q_scale"))), "lacks model.layers.1.self_attn.q_scale"),
-    "renamed": (rewrite(lambda t: t.update({"model.layer.1.self_attn.k_scale": t.pop(K)})), "model.layer.1.* vLLM does not know"),
-    "of another layer": (rewrite(lambda t: t.update({K.replace(".1.", ".7."): t[K]})), "layers.7.self_attn.k_scale, which are"),
-    "of another format": (rewrite(lambda t: t.update({K.replace("k_scale", "k_proj.k_scale"): t.pop(K)})), f"lacks {K}"),
-    "of an old format": (rewrite(lambda t: t.update({"model.layers.0.self_attn.kv_scale": t[K]})), "self_attn.kv_scale"),
+    "query's missing": (
+        rewrite(lambda t: t.pop(K.replace("k_scale", "q_scale"))),
+        "lacks model.layers.1.self_attn.q_scale",
+    ),
+    "renamed": (
+        rewrite(lambda t: t.update({"model.layer.1.self_attn.k_scale": t.pop(K)})),
+        "model.layer.1.* vLLM does not know",
+    ),
+    "of another layer": (
+        rewrite(lambda t: t.update({K.replace(".1.", ".7."): t[K]})),
+        "layers.7.self_attn.k_scale, which are",
+    ),
+    "of another format": (
+        rewrite(lambda t: t.update({K.replace("k_scale", "k_proj.k_scale"): t.pop(K)})),
+        f"lacks {K}",
+    ),
+    "of an old format": (
+        rewrite(lambda t: t.update({"model.layers.0.self_attn.kv_scale": t[K]})),
+        "self_attn.kv_scale",
+    ),
     "NaN": (rewrite(lambda t: t.update({K: torch.full((1,), torch.nan)})), f"{K} must be positive and finite, and is"),
     "zero": (rewrite(lambda t: t.update({K: torch.zeros(1)})), f"{K} must be positive and finite"),
     "negative": (rewrite(lambda t: t.update({K: -torch.ones(1)})), f"{K} must be positive and finite"),
     "wrong shape": (rewrite(lambda t: t.update({K: torch.ones(2)})), rf"{K} must be \[1\] .* and is \[2\] F32"),
-    "wrong dtype": (rewrite(lambda t: t.update({K: torch.ones(1, dtype=torch.int32)})), rf"{K} must be .* and is \[1\] I32"),
-    "another value": (rewrite(lambda t: t.update({K: torch.full((1,), 7.0)})), r"scale of K of layer 1 is \[7.0\], .* \[1.0333"),
+    "wrong dtype": (
+        rewrite(lambda t: t.update({K: torch.ones(1, dtype=torch.int32)})),
+        rf"{K} must be .* and is \[1\] I32",
+    ),
+    "another value": (
+        rewrite(lambda t: t.update({K: torch.full((1,), 7.0)})),
+        r"scale of K of layer 1 is \[7.0\], .* \[1.0333",
+    ),
     "not in the index": (edit(INDEX, lambda v: v["weight_map"].pop(K)), f"{K} is in no file, and it is in {SCALES}"),
-    "only in the index": (edit(INDEX, lambda v: v["weight_map"].update({"x": SCALES})), "x is in .* in none of the files"),
+    "only in the index": (
+        edit(INDEX, lambda v: v["weight_map"].update({"x": SCALES})),
+        "x is in .* in none of the files",
+    ),
     "file not in the index": (
         edit(INDEX, lambda v: v.update(weight_map={n: f for n, f in v["weight_map"].items() if f != SCALES})),
         f"does not name {SCALES}: vLLM would not read it",
@@ -246,8 +289,14 @@ DAMAGES = {
     "no file": (lambda out: (out / SCALES).unlink(), f"names {SCALES}, which the folder does not have"),
     "cut short": (lambda out: (out / SCALES).write_bytes((out / SCALES).read_bytes()[:-4]), "cut short"),
     "no config": (edit("config.json", lambda v: v.pop("quantization_config")), "vLLM would read no scales"),
-    "another method": (edit("config.json", lambda v: v["quantization_config"].update(quant_method="fp8")), "quant_method 'fp8'"),
-    "no scheme": (edit("config.json", lambda v: v["quantization_config"].pop("kv_cache_scheme")), "kv_cache_scheme None"),
+    "another method": (
+        edit("config.json", lambda v: v["quantization_config"].update(quant_method="fp8")),
+        "quant_method 'fp8'",
+    ),
+    "no scheme": (
+        edit("config.json", lambda v: v["quantization_config"].pop("kv_cache_scheme")),
+        "kv_cache_scheme None",
+    ),
     "asymmetric": (edit("config.json", lambda v: scheme(v).update(symmetric=False)), "kv_cache_scheme is"),
     "integers": (edit("config.json", lambda v: scheme(v).update(type="int")), "kv_cache_scheme is"),
     "channels": (edit("config.json", lambda v: scheme(v).update(strategy="channel")), "kv_cache_scheme is"),
@@ -269,7 +318,9 @@ def test_a_broken_link_is_refused(tmp_path):
     model = save(tmp_path / "model")
     out = export(model, some_scales(), tmp_path / "out").folder
     (model / "model.safetensors").rename(model / "other.safetensors")
-    with pytest.raises(UsageError, match=r"names model-00001-of-00001.safetensors, which the folder does not have \(a broken link\?\)"):
+    with pytest.raises(
+        UsageError, match=r"names model-00001-of-00001.safetensors, which the folder does not have \(a broken link\?\)"
+    ):
         check(out)
 
 
@@ -284,9 +335,15 @@ def with_bad_q_scale():
 
 
 REFUSED = {
-    "int8": (lambda: (some_scales(key_dtype="int8"), {}), "key_dtype='int8', rotate_keys=False; calibrate again with key_dtype='e4m3'"),
+    "int8": (
+        lambda: (some_scales(key_dtype="int8"), {}),
+        "key_dtype='int8', rotate_keys=False; calibrate again with key_dtype='e4m3'",
+    ),
     "rotated": (lambda: (some_scales(rotate_keys=True), {}), "rotate_keys=True; calibrate again"),
-    "q_scale of KV heads": (lambda: (with_bad_q_scale(), {}), r"layer 2: q_scale must be \[4\], one for each query head; it is \[2\]"),
+    "q_scale of KV heads": (
+        lambda: (with_bad_q_scale(), {}),
+        r"layer 2: q_scale must be \[4\], one for each query head; it is \[2\]",
+    ),
     "no q_scale": (lambda: (some_scales(q_scale=False), {}), "layer 0 has no scale for queries.*calibrate again"),
     "a layer without": (
         lambda: (some_scales([0, 2]), {}),
@@ -295,9 +352,15 @@ REFUSED = {
     "too many layers": (lambda: (some_scales(range(4), num_layers=4), {}), "num_layers is 4 in the scales and 3"),
     "another head_dim": (lambda: (some_scales(head_dim=128), {}), "head_dim is 128 in the scales and 64"),
     "another model": (lambda: (replace(some_scales(), model_id="org/other"), {}), "the scales are for 'org/other'"),
-    "an unknown layer": (lambda: (some_scales(), {"skip_layers": [9]}), r"skip_layers has \[9\].*attention in layers 0-2"),
+    "an unknown layer": (
+        lambda: (some_scales(), {"skip_layers": [9]}),
+        r"skip_layers has \[9\].*attention in layers 0-2",
+    ),
     "all layers": (lambda: (some_scales(), {"skip_layers": range(3)}), "no scales to write"),
-    "an unknown strategy": (lambda: (some_scales(), {"strategy": "channel"}), "strategy must be one of .*got 'channel'"),
+    "an unknown strategy": (
+        lambda: (some_scales(), {"strategy": "channel"}),
+        "strategy must be one of .*got 'channel'",
+    ),
 }
 
 
@@ -313,7 +376,8 @@ def test_scales_that_do_not_fit_are_refused(model, tmp_path, case):
 def test_a_mean_without_a_bias_for_it_is_refused(tmp_path):
     model = save(tmp_path / "model")
     with pytest.raises(
-        UsageError, match=r"lacks model.layers.0.self_attn.v_proj.bias, model.layers.0.self_attn.o_proj.bias.*fold_v_mean=False"
+        UsageError,
+        match=r"lacks model.layers.0.self_attn.v_proj.bias, model.layers.0.self_attn.o_proj.bias.*fold_v_mean=False",
     ):
         export(model, some_scales(v_mean=some_mean()), tmp_path / "out")
 
@@ -333,7 +397,9 @@ def test_sliding_layers_must_be_skipped(tmp_path):
     model.config.name_or_path = str(tmp_path / "model")
     ids = torch.randint(3, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(2))
     scales = calibrate(model, ids.split(1), key_dtype="e4m3", rotate_keys=False)
-    with pytest.raises(UsageError, match=r"no scales for layer 0 \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"):
+    with pytest.raises(
+        UsageError, match=r"no scales for layer 0 \(sliding .*skip_layers=\[0\].*--kv-cache-dtype-skip-layers 0"
+    ):
         export(tmp_path / "model", scales, tmp_path / "out")
     exported = export(tmp_path / "model", scales, tmp_path / "out", skip_layers=[0])
     assert set(exported.scales) == {1, 2}
@@ -366,7 +432,11 @@ def test_a_checkpoint_with_compressed_weights_keeps_their_config(tmp_path):
     edit("config.json", lambda v: v.update(quantization_config=quantization))(model)
     out = export(model, some_scales(), tmp_path / "out", strategy="attn_head").folder
     found = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert found["config_groups"] == groups and found["ignore"] == ["lm_head"] and found["kv_cache_scheme"]["strategy"] == "attn_head"
+    assert (
+        found["config_groups"] == groups
+        and found["ignore"] == ["lm_head"]
+        and found["kv_cache_scheme"]["strategy"] == "attn_head"
+    )
 
 
 @pytest.mark.parametrize("method", ["fp8", "gptq", "awq", "modelopt"])
@@ -380,10 +450,15 @@ def test_other_quantized_checkpoints_are_refused(tmp_path, method):
 def test_unknown_names_are_listed(tmp_path):
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=VOCABULARY, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    edit("config.json", lambda v: v.update(num_attention_heads=2, hidden_size=64, num_hidden_layers=3, num_key_value_heads=2, head_dim=64))(
-        tmp_path / "model"
-    )
-    with pytest.raises(UsageError, match=r"found none: there are transformer.h.N.attn.c_attn.bias, transformer.h.N.attn"):
+    edit(
+        "config.json",
+        lambda v: v.update(
+            num_attention_heads=2, hidden_size=64, num_hidden_layers=3, num_key_value_heads=2, head_dim=64
+        ),
+    )(tmp_path / "model")
+    with pytest.raises(
+        UsageError, match=r"found none: there are transformer.h.N.attn.c_attn.bias, transformer.h.N.attn"
+    ):
         export(tmp_path / "model", some_scales(), tmp_path / "out")
 
 
@@ -397,8 +472,12 @@ def test_a_vision_encoder_is_not_the_decoder(tmp_path):
     (model / "config.json").write_text(json.dumps({"text_config": config, "vision_config": {}}))
     out = export(model, some_scales(), tmp_path / "out").folder
     assert "language_model.model.layers.2.self_attn.v_scale" in load_file(out / SCALES)
-    save_file(decoder | {f"draft.{n}": t.clone() for n, t in tensors.items()}, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UsageError, match=r"draft.model.layers.N, language_model.model.layers.N: any|language_model.*draft.*: any"):
+    save_file(
+        decoder | {f"draft.{n}": t.clone() for n, t in tensors.items()}, model / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(
+        UsageError, match=r"draft.model.layers.N, language_model.model.layers.N: any|language_model.*draft.*: any"
+    ):
         export(model, some_scales(), tmp_path / "other")
 
 
@@ -426,7 +505,10 @@ def test_what_is_no_checkpoint(tmp_path):
         (lambda: (tmp_path / "m").mkdir(), "there is no folder"),
         (lambda: (tmp_path / "m" / "config.json").write_text("[]"), "cannot read .*config.json"),
         (lambda: (tmp_path / "m" / "config.json").write_text("{}"), "must hold a JSON object, and holds a list"),
-        (lambda: save_file({"x": torch.ones(1)}, tmp_path / "m" / "model.safetensors"), "must have one safetensors file; it has none"),
+        (
+            lambda: save_file({"x": torch.ones(1)}, tmp_path / "m" / "model.safetensors"),
+            "must have one safetensors file; it has none",
+        ),
         (
             lambda: (tmp_path / "m" / "config.json").write_text(json.dumps(SHAPE | {"num_attention_heads": "4"})),
             "must have num_attention_heads",

@@ -35,7 +35,9 @@ def test_calibrate(tiny_model, scales_file, tmp_path):
 
 
 def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
-    """Without options: all of a short text, in sequences of the context; `--no-means` gives scales that other engines can use."""
+    """Without options: all of a short text, in sequences of the context; `--no-means` gives scales that other engines
+    can use.
+    """
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 250)  # 6,000 tokens, of a context of 4,096
     path = tmp_path / "s.safetensors"
@@ -49,9 +51,22 @@ def test_calibrate_uses_the_models_context(tiny_model, tmp_path):
 def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
     held_out = tmp_path / "held.txt"
     held_out.write_text("QUICK BROWN FOX; " * 20)
-    options = ("--model", tiny_model, "--out", tmp_path / "s.safetensors", "--context", 100, "--windows", 3, "--held-out", held_out)
+    options = (
+        "--model",
+        tiny_model,
+        "--out",
+        tmp_path / "s.safetensors",
+        "--context",
+        100,
+        "--windows",
+        3,
+        "--held-out",
+        held_out,
+    )
     found = run_json("calibrate", *options)
-    assert [(row["layer"], row["tensor"]) for row in found["report"]] == [(layer, tensor) for layer in (0, 1) for tensor in "kvq"]
+    assert [(row["layer"], row["tensor"]) for row in found["report"]] == [
+        (layer, tensor) for layer in (0, 1) for tensor in "kvq"
+    ]
     shares = [share for row in found["report"] for share in row["saturated"]]
     assert 0.0 < max(shares) < 0.3  # letters that the other text does not have
     assert sorted(file.name for file in tmp_path.iterdir()) == ["held.txt", "s.safetensors"]
@@ -60,7 +75,9 @@ def test_calibrate_reports_on_held_out_text(tiny_model, tmp_path):
 
 
 def test_generate(tiny_model, scales_file):
-    found = run_json("generate", "value_", "--model", tiny_model, "--cache", "both", "--max-new-tokens", 5, "--scales", scales_file)
+    found = run_json(
+        "generate", "value_", "--model", tiny_model, "--cache", "both", "--max-new-tokens", 5, "--scales", scales_file
+    )
     assert [row["cache"] for row in found["rows"]] == ["bf16", "fp8-static"]
     assert all(1 <= len(row["tokens"]) <= 5 for row in found["rows"])
     assert found["tokens_equal"] == (found["rows"][0]["tokens"] == found["rows"][1]["tokens"])
@@ -92,7 +109,9 @@ def test_generate_streams(tiny_model, monkeypatch):
 def test_generate_stops_at_the_context(tiny_model, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 12, "eos_token_id": None}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 12, "eos_token_id": None})
+    )
     options = ("--model", folder, "--max-new-tokens", 10**6)
     (row,) = run_json("generate", "value_", *options)["rows"]
     assert row["context_is_full"] and len(row["tokens"]) == 12 - len("value_")
@@ -146,7 +165,16 @@ def test_calibrated_and_uncalibrated_caches_are_compared_in_one_run(tiny_model, 
     assert together == apart
     assert together["fp8"] != together["fp8-static"]
     generated = run_json(
-        "generate", "value_", "--model", tiny_model, "--cache", "bf16,fp8,fp8-static", "--scales", scales_file, "--max-new-tokens", 2
+        "generate",
+        "value_",
+        "--model",
+        tiny_model,
+        "--cache",
+        "bf16,fp8,fp8-static",
+        "--scales",
+        scales_file,
+        "--max-new-tokens",
+        2,
     )
     assert [row["cache"] for row in generated["rows"]] == ["bf16", "fp8", "fp8-static"]
 
@@ -173,7 +201,9 @@ def test_report(tiny_model, tmp_path):
     assert "token by token" in text and "index.html" in text
     assert "tiny-llama" in (tmp_path / "out" / "index.html").read_text()
     found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [(row["cache"], row["mode"]) for row in found["perplexity"]] == [(c, m) for m in ("chunks", "decode") for c in ("bf16", "fp8")]
+    assert [(row["cache"], row["mode"]) for row in found["perplexity"]] == [
+        (c, m) for m in ("chunks", "decode") for c in ("bf16", "fp8")
+    ]
     assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == len(found["needle"]) == 2 * 5
 
 
@@ -198,10 +228,15 @@ def test_sensitivity(tiny_model, tmp_path):
     assert found["choice"]["vllm"] == f"--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers {chosen[0]}"
     assert found["choice"]["kl"] == report.cumulated_kl[1] == min(row["kl"] for row in found["report"]["layers"])
     others = found["choice"]["other_tokens"]
-    assert 0 < others["chosen"]["kl"] < others["all_in_8_bits"]["kl"] != report.cumulated_kl[0]  # these are other tokens
+    assert (
+        0 < others["chosen"]["kl"] < others["all_in_8_bits"]["kl"] != report.cumulated_kl[0]
+    )  # these are other tokens
     assert (report.tokens, report.chunk, report.dtype, report.cache) == (200, 64, "float32", "fp8")
     text = run(*options, "--max-kl", 1)
-    assert "KL alone" in text and "FP8Cache: skip_layers=()\nAttentionPolicy: skip=()\nvllm serve: --kv-cache-dtype fp8\n" in text
+    assert (
+        "KL alone" in text
+        and "FP8Cache: skip_layers=()\nAttentionPolicy: skip=()\nvllm serve: --kv-cache-dtype fp8\n" in text
+    )
     assert run_json(*options)["choice"] is None
     assert "skip_layers" not in run(*options)
 
@@ -209,7 +244,8 @@ def test_sensitivity(tiny_model, tmp_path):
 def test_sensitivity_of_other_caches(tiny_model, scales_file):
     options = ("sensitivity", "--model", tiny_model, *SENSITIVITY)
     found = [
-        run_json(*options, *more)["report"] for more in ((), ("--scales", scales_file), ("--cache", "scale-1"), ("--dtype", "bfloat16"))
+        run_json(*options, *more)["report"]
+        for more in ((), ("--scales", scales_file), ("--cache", "scale-1"), ("--dtype", "bfloat16"))
     ]
     assert [(report["cache"], report["dtype"]) for report in found] == [
         ("fp8", "float32"), ("fp8-static", "float32"), ("scale-1", "float32"), ("fp8", "bfloat16"),
@@ -219,14 +255,20 @@ def test_sensitivity_of_other_caches(tiny_model, scales_file):
 
 def test_sensitivity_without_a_budget_that_can_be_met(monkeypatch, capsys, tiny_model, tmp_path):
     save = tmp_path / "report.json"
-    message = fail(monkeypatch, capsys, "sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-kl", 0, "--out", save)
-    assert message.startswith("fp8attn: no choice of layers has a KL divergence of at most 0 nats per token: the smallest measured is ")
+    message = fail(
+        monkeypatch, capsys, "sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-kl", 0, "--out", save
+    )
+    assert message.startswith(
+        "fp8attn: no choice of layers has a KL divergence of at most 0 nats per token: the smallest measured is "
+    )
     assert len(Sensitivity.load(save).layers) == 2  # a long run is not lost
 
 
 def test_sensitivity_refuses_before_the_run(monkeypatch, capsys):
     monkeypatch.setattr(models, "load", never)
-    assert "give --max-kl or --max-bytes, not both" in fail(monkeypatch, capsys, "sensitivity", "--max-kl", 1, "--max-bytes", 1)
+    assert "give --max-kl or --max-bytes, not both" in fail(
+        monkeypatch, capsys, "sensitivity", "--max-kl", 1, "--max-bytes", 1
+    )
     for cache in ("both", "fp8,scale-1", "bf16", "transformers-fp8"):
         message = fail(monkeypatch, capsys, "sensitivity", "--cache", cache)
         assert message.startswith("fp8attn: sensitivity takes one of fp8, ") and message.endswith(f"; got {cache!r}")
@@ -245,16 +287,28 @@ def test_plan():
 
 def test_plan_of_a_model(tiny_model):
     found = run_json("plan", "--model", tiny_model, "--memory", "1GiB")
-    assert found["shape"] == {"full_layers": 2, "num_kv_heads": 2, "head_dim": 64, "windows": [], "windows_16_bit": [], "other_layers": 0}
+    assert found["shape"] == {
+        "full_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "windows": [],
+        "windows_16_bit": [],
+        "other_layers": 0,
+    }
     assert found["weights"] == (tiny_model / "model.safetensors").stat().st_size
     assert "size of the files" in " ".join(run("plan", "--model", tiny_model, "--memory", "1GiB").split())
 
 
 def test_plan_of_a_model_with_biases(tmp_path):
     """Their size is in the weights, which are not read."""
-    Qwen2Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=128).save_pretrained(tmp_path)
+    Qwen2Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=128).save_pretrained(
+        tmp_path
+    )
     found = run_json("plan", "--model", tmp_path, "--weights", "1GB")
-    assert "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much" in found["note"]
+    assert (
+        "Weights are not read here. A layer that FP8Cache keeps in 16 bits because of its biases takes twice as much"
+        in found["note"]
+    )
     assert found["note"] in " ".join(run("plan", "--model", tmp_path, "--weights", "1GB").split())
 
 
@@ -292,17 +346,25 @@ def test_demo(tiny_model, tmp_path, monkeypatch):
     assert f"With {found['bytes_per_token_fp8'] / 1024:.1%} of the memory of BF16" in text
     assert found["needle_bf16"] == found["needle_fp8"] == 0  # random weights find nothing
     assert len(found["needle"]) == 2 * 5 * 2
-    assert [(row["cache"], row["context"]) for row in found["perplexity"]] == [("bf16", 256), ("fp8", 256), ("scale-1", 256)]
+    assert [(row["cache"], row["context"]) for row in found["perplexity"]] == [
+        ("bf16", 256),
+        ("fp8", 256),
+        ("scale-1", 256),
+    ]
     assert (tmp_path / "out" / "needle.png").stat().st_size > 5000
 
 
 def test_the_demo_says_so_where_a_plain_cast_is_closer():
     kinds = (("bf16", 0, 4), ("fp8", 2, 2), ("scale-1", 1, 2))
     rows = [Perplexity(name, "chunks", 9, 9, 1.0, 0.0, 0.0, kl, 1.0, size) for name, kl, size in kinds]
-    assert demo_command.gain("m", rows).startswith("With 50.0% of the memory of BF16, fp8attn changes the predictions of m 2.0 times more")
+    assert demo_command.gain("m", rows).startswith(
+        "With 50.0% of the memory of BF16, fp8attn changes the predictions of m 2.0 times more"
+    )
 
 
-@pytest.mark.parametrize(("ppl", "shown"), [((1.0, 1.01, 1.02), "shows less of this"), ((1.0, 1.0034, 1.0009), "shows nothing of this")])
+@pytest.mark.parametrize(
+    ("ppl", "shown"), [((1.0, 1.01, 1.02), "shows less of this"), ((1.0, 1.0034, 1.0009), "shows nothing of this")]
+)
 def test_the_demo_does_not_say_that_perplexity_agrees_where_it_does_not(ppl, shown):
     """The repository's own model has 6.5 times less divergence in 1,024 tokens, and the larger perplexity."""
     kinds = zip(("bf16", "fp8", "scale-1"), ppl, (0, 1, 6), strict=True)

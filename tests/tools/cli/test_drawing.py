@@ -44,7 +44,9 @@ def test_needle_plot(tmp_path):
 
 
 def coverage_report():
-    """Two layers of 2 KV heads and 4 query heads; K of layer 3 saturates in head 1, and Q of layer 0 is rounded to zero in head 2."""
+    """Two layers of 2 KV heads and 4 query heads; K of layer 3 saturates in head 1, and Q of layer 0 is rounded to zero
+    in head 2.
+    """
     found = {}
     for layer in (0, 3):
         found[layer] = {
@@ -89,7 +91,10 @@ def test_accuracy_table():
 def test_page(loaded, tokens):
     model, tokenizer = loaded
     caches = {name: cache_factory(name, model) for name in ("bf16", "fp8")}
-    runs = [perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer) for decode in (0, 3)]
+    runs = [
+        perplexity(model, models.windows(tokens, 601, 1), caches, decode_tokens=decode, tokenizer=tokenizer)
+        for decode in (0, 3)
+    ]
     html = page.page(about(model), runs, outcomes())
 
     class Checker(HTMLParser):
@@ -98,7 +103,9 @@ def test_page(loaded, tokens):
         def handle_starttag(self, tag, attributes):
             self.tags.append(tag)
             self.refers += [
-                value for name, value in attributes if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
+                value
+                for name, value in attributes
+                if name in ("src", "href", "xlink:href") and not value.startswith(("#", "data:"))
             ]
 
     Checker().feed(html)

@@ -44,21 +44,52 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("generate", "x", *model, "--device", "foo"): "the device 'foo' cannot be used here (",
         ("generate", "x", *model, "--device", "meta"): "the device 'meta' cannot be used here (",
         ("generate", "x", *model, "--device", "cuda:99"): "the device 'cuda:99' cannot be used here (",
-        ("generate", "x", "--model", tmp_path / "no"): f"there is no folder {tmp_path / 'no'}; pass a model's folder, or a Hugging Face id",
+        (
+            "generate",
+            "x",
+            "--model",
+            tmp_path / "no",
+        ): f"there is no folder {tmp_path / 'no'}; pass a model's folder, or a Hugging Face id",
         ("plan", "--model", "./no"): "there is no folder ./no; pass a model's folder, or a Hugging Face id",
-        ("evaluate", "--report", tmp_path / "r", *model, "--context", 50, "--decode", 51): "--decode 51 must not exceed --context 50",
+        (
+            "evaluate",
+            "--report",
+            tmp_path / "r",
+            *model,
+            "--context",
+            50,
+            "--decode",
+            51,
+        ): "--decode 51 must not exceed --context 50",
         ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot must be a .png, .svg or .pdf file; got",
-        ("generate", "x", *model, "--scales", tmp_path): f"--scales {tmp_path} is a folder; fp8attn calibrate writes a file of scales",
+        (
+            "generate",
+            "x",
+            *model,
+            "--scales",
+            tmp_path,
+        ): f"--scales {tmp_path} is a folder; fp8attn calibrate writes a file of scales",
         ("generate", "x", "--model", ""): "the name of the model is empty; pass a model's folder",
         ("generate", "x\udcff", *model): "the prompt is not UTF-8 from character 1 on: pass text in UTF-8",
         ("generate", "x", *model, "--max-new-tokens", 10**12): "Invalid value for '--max-new-tokens'",
         ("evaluate", "needle", *model, "--samples", 10**12): "Invalid value for '--samples'",
         ("evaluate", "needle", *model, "--distractors", 10**12): "Invalid value for '--distractors'",
-        ("evaluate", "needle", *model, "--lengths", 10**12): "--lengths must be numbers from 1 to 16,777,216; got 1,000,000,000,000",
+        (
+            "evaluate",
+            "needle",
+            *model,
+            "--lengths",
+            10**12,
+        ): "--lengths must be numbers from 1 to 16,777,216; got 1,000,000,000,000",
         ("evaluate", "drift", *model, "--batch", 10**12): "Invalid value for '--batch'",
         ("plan", "--layers", 10**12, "--kv-heads", 2, "--head-dim", 64): "Invalid value for '--layers'",
         ("warmup", "--shape", "8,2,64", "--threads", 10**6): "Invalid value for '--threads'",
-        ("sensitivity", *model, "--max-bytes", 0): "no choice of layers takes at most 0 bytes per token: with all in 8 bits it is 516",
+        (
+            "sensitivity",
+            *model,
+            "--max-bytes",
+            0,
+        ): "no choice of layers takes at most 0 bytes per token: with all in 8 bits it is 516",
     }
     for arguments, message in cases.items():
         assert message in fail(monkeypatch, capsys, *arguments), arguments
@@ -76,7 +107,11 @@ def test_calibrate_refuses_a_text_before_it_loads_weights(monkeypatch, capsys, t
         assert "the text has no tokens; pass a text with words" in fail(monkeypatch, capsys, *given, which, empty)
 
 
-BUGS = {"ValueError": ValueError("a bug"), "OSError": OSError(5, "a bug"), "ModuleNotFoundError": ModuleNotFoundError(name="no_such")}
+BUGS = {
+    "ValueError": ValueError("a bug"),
+    "OSError": OSError(5, "a bug"),
+    "ModuleNotFoundError": ModuleNotFoundError(name="no_such"),
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -109,7 +144,8 @@ def test_progress_without_a_terminal_is_a_line_from_time_to_time(monkeypatch, ca
     with shared.progress("windows") as tick:
         for done in range(1, 5):
             tick(done, 9)
-    expected = "windows: 2 of 9, about 42 s left, 12 s so far\nwindows: 4 of 9, about 29 s left, 23 s so far\n"  # 12 / 2 * 7, 23 / 4 * 5
+    # 12 / 2 * 7, 23 / 4 * 5
+    expected = "windows: 2 of 9, about 42 s left, 12 s so far\nwindows: 4 of 9, about 29 s left, 23 s so far\n"
     assert capsys.readouterr().err == expected
 
 
@@ -134,7 +170,9 @@ def test_a_hub_id_that_cannot_be_loaded_is_no_folder_either(monkeypatch, capsys)
     )
 
 
-@pytest.mark.parametrize(("name", "size"), [("model.safetensors", 5000), ("model.safetensors", 3), ("tokenizer.json", 100)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("model.safetensors", 5000), ("model.safetensors", 3), ("tokenizer.json", 100)]
+)
 def test_damaged_models(monkeypatch, capsys, tiny_model, tmp_path, name, size):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / name).write_bytes((folder / name).read_bytes()[:size])
@@ -145,14 +183,20 @@ def test_damaged_models(monkeypatch, capsys, tiny_model, tmp_path, name, size):
 
 def test_a_model_without_a_tokenizer(monkeypatch, capsys, tiny_model, tmp_path):
     folder = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*", "special*"))
-    for command in (("generate", "x"), ("evaluate", "perplexity"), ("sensitivity",), ("calibrate", "--out", tmp_path / "s.safetensors")):
+    for command in (
+        ("generate", "x"),
+        ("evaluate", "perplexity"),
+        ("sensitivity",),
+        ("calibrate", "--out", tmp_path / "s.safetensors"),
+    ):
         message = fail(monkeypatch, capsys, *command, "--model", folder)
         assert message.startswith(f"fp8attn: {folder} has no tokenizer that transformers can read (")
         assert message.endswith("add tokenizer.json to the folder")
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [({"num_hidden_layers": 3}, "model.layers.2."), ({"intermediate_size": 64}, "model.layers.0.mlp.")]
+    ("change", "name"),
+    [({"num_hidden_layers": 3}, "model.layers.2."), ({"intermediate_size": 64}, "model.layers.0.mlp.")],
 )
 def test_weights_that_do_not_fit_their_config(monkeypatch, capsys, tiny_model, tmp_path, change, name):
     """transformers gives missing ones random values, and only warns."""
@@ -160,7 +204,9 @@ def test_weights_that_do_not_fit_their_config(monkeypatch, capsys, tiny_model, t
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     message = fail(monkeypatch, capsys, "generate", "x", "--model", folder)
-    assert f"the weights of {folder} do not fit its config: {name}" in message and "missing or of other sizes" in message
+    assert (
+        f"the weights of {folder} do not fit its config: {name}" in message and "missing or of other sizes" in message
+    )
 
 
 def test_models_that_cannot_be_served_are_refused_before_the_run(monkeypatch, capsys, tiny_model, tmp_path):
@@ -174,9 +220,16 @@ def test_models_that_cannot_be_served_are_refused_before_the_run(monkeypatch, ca
         ("calibrate", "--out", tmp_path / "s.safetensors"),
     )  # fmt: skip
     for command in commands:
-        assert "head_dim must be one of (64, 80, 96, 128, 192, 256, 512); got 48" in fail(monkeypatch, capsys, *command, "--model", folder)
-    assert "perplexity" in run("evaluate", "perplexity", "--cache", "bf16", "--context", 9, "--windows", 1, "--model", folder).lower()
-    (check,) = [row for row in run_json("doctor", "--no-measure", "--model", folder) if row["name"] == f"model {folder}"]
+        assert "head_dim must be one of (64, 80, 96, 128, 192, 256, 512); got 48" in fail(
+            monkeypatch, capsys, *command, "--model", folder
+        )
+    assert (
+        "perplexity"
+        in run("evaluate", "perplexity", "--cache", "bf16", "--context", 9, "--windows", 1, "--model", folder).lower()
+    )
+    (check,) = [
+        row for row in run_json("doctor", "--no-measure", "--model", folder) if row["name"] == f"model {folder}"
+    ]
     assert check["status"] == "no" and check["detail"].startswith("'llama': head_dim must be one of ")
 
 
@@ -184,7 +237,8 @@ def test_models_that_cannot_be_served_are_refused_before_the_run(monkeypatch, ca
 def test_models_that_are_no_causal_language_models(monkeypatch, capsys, tmp_path, command):
     cases = {
         '{"model_type": "t5"}': "is a model of type 't5', which is no causal language model in transformers ",
-        '{"model_type": "foo"}': "The checkpoint you are trying to load has model type `foo` but Transformers does not recognize",
+        '{"model_type": "foo"}': "The checkpoint you are trying to load has model type `foo` but Transformers does not "
+        "recognize",
         '{"model_type": "foo", "auto_map": {"AutoConfig": "a.B"}}': "contains custom code which must be executed",
         "{}": "Should have a `model_type` key in its config.json",
         "{": "is not a valid JSON file",
@@ -202,9 +256,14 @@ def test_models_that_are_no_causal_language_models(monkeypatch, capsys, tmp_path
 def test_plan_of_a_sliding_model(monkeypatch, capsys, tmp_path):
     from transformers import MistralConfig
 
-    MistralConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=128, sliding_window=64).save_pretrained(tmp_path)
+    MistralConfig(num_hidden_layers=2, num_attention_heads=2, hidden_size=128, sliding_window=64).save_pretrained(
+        tmp_path
+    )
     message = fail(monkeypatch, capsys, "plan", "--model", tmp_path)
-    assert "no layer would be in FP8: every layer of 'mistral' is of a type whose cache does not grow (sliding_attention)" in message
+    assert (
+        "no layer would be in FP8: every layer of 'mistral' is of a type whose cache does not grow (sliding_attention)"
+        in message
+    )
 
 
 @pytest.mark.parametrize("option", ["--layers", "--kv-heads", "--head-dim"])
@@ -216,7 +275,11 @@ def test_plan_refuses_zero(monkeypatch, capsys, option):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("evaluate", "needle", "--chunk", "0"), ("generate", "x", "--max-new-tokens", "many"), ("calibrate", "--key-dtype", "int4")],
+    [
+        ("evaluate", "needle", "--chunk", "0"),
+        ("generate", "x", "--max-new-tokens", "many"),
+        ("calibrate", "--key-dtype", "int4"),
+    ],
 )
 def test_values_that_an_option_does_not_take_are_one_line(monkeypatch, capsys, arguments):
     """The reason is in the words of typer, which differ between versions."""
@@ -268,7 +331,9 @@ def interrupted(tiny_model, code):
     interruptible = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # background jobs of a shell ignore it
     code = f"import contextlib, signal, sys\n{interruptible}\nimport _fp8attn_command\n{code}\n{command}"
     path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
     return ended.returncode, ended.stdout, ended.stderr
 
 

@@ -52,9 +52,13 @@ def test_a_run_that_fails_leaves_files_as_they_were(monkeypatch, capsys, tiny_mo
     monkeypatch.setattr(models, "load", fails)
     for name in ("index.html", "report.json", "x.png"):
         (tmp_path / name).write_text("before")
-    for path in (tmp_path,) if command in ("evaluate --report", "demo --out") else (tmp_path / "x.png", tmp_path / "y.png"):
+    for path in (
+        (tmp_path,) if command in ("evaluate --report", "demo --out") else (tmp_path / "x.png", tmp_path / "y.png")
+    ):
         assert fail(monkeypatch, capsys, *COMMANDS[command], path) == "fp8attn: the run failed"
-    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(("index.html", "report.json", "x.png"), "before")
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
+        ("index.html", "report.json", "x.png"), "before"
+    )
 
 
 def test_a_report_that_is_interrupted_leaves_no_folder(monkeypatch, tiny_model, tmp_path):
@@ -62,7 +66,12 @@ def test_a_report_that_is_interrupted_leaves_no_folder(monkeypatch, tiny_model, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(models, "load", interrupt)
-    assert CliRunner().invoke(app, ["evaluate", "--report", str(tmp_path / "a" / "b"), "--model", str(tiny_model)]).exit_code == 130
+    assert (
+        CliRunner()
+        .invoke(app, ["evaluate", "--report", str(tmp_path / "a" / "b"), "--model", str(tiny_model)])
+        .exit_code
+        == 130
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -78,7 +87,10 @@ def test_outcomes_are_saved_though_the_page_fails(monkeypatch, capsys, tiny_mode
 
     monkeypatch.setattr(page, "page", fails)
     options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
-    assert fail(monkeypatch, capsys, "evaluate", "--report", tmp_path, "--model", tiny_model, *options) == "fp8attn: no page"
+    assert (
+        fail(monkeypatch, capsys, "evaluate", "--report", tmp_path, "--model", tiny_model, *options)
+        == "fp8attn: no page"
+    )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["outcomes.jsonl", "report.json"]
     assert len((tmp_path / "outcomes.jsonl").read_text().splitlines()) == 2 * 5
 

@@ -18,7 +18,8 @@ def test_the_doctor_names_both():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "status", "detail"), [(False, "info", "Triton 3.8, ptxas 12.9"), (True, "warn", "Triton 3.8, ptxas 12.9: slower")]
+    ("gpu", "status", "detail"),
+    [(False, "info", "Triton 3.8, ptxas 12.9"), (True, "warn", "Triton 3.8, ptxas 12.9: slower")],
 )
 def test_compilers_are_judged_where_they_compile(monkeypatch, gpu, status, detail):
     monkeypatch.setattr(compiler, "compiler", lambda: ("warn", "Triton 3.8, ptxas 12.9: slower"))
@@ -33,10 +34,28 @@ def test_compilers_are_judged_where_they_compile(monkeypatch, gpu, status, detai
     [
         ((3, 9), (13, 4), {}, "ok", []),
         ((3, 6), (12, 8), {}, "ok", ["can overwrite operands of running products", "searched for this, and have none"]),
-        ((3, 9), (12, 9), {}, "warn", ["can overwrite operands", "prefill is slower", "unset TRITON_PTXAS_BLACKWELL_PATH"]),
-        ((3, 8), (12, 9), {"they are copied": 2}, "warn", ["5 to 10% longer", "have copies of their operands: they are copied"]),
+        (
+            (3, 9),
+            (12, 9),
+            {},
+            "warn",
+            ["can overwrite operands", "prefill is slower", "unset TRITON_PTXAS_BLACKWELL_PATH"],
+        ),
+        (
+            (3, 8),
+            (12, 9),
+            {"they are copied": 2},
+            "warn",
+            ["5 to 10% longer", "have copies of their operands: they are copied"],
+        ),
         ((3, 10), (13, 5), {}, "warn", ["measured were Triton 3.6 with ptxas 12.8 and Triton 3.9 with ptxas 13.4"]),
-        ((3, 9), (13, 4), {"a copy has another reader": 2}, "warn", ["2 compiled prefill kernels", "a copy has another reader"]),
+        (
+            (3, 9),
+            (13, 4),
+            {"a copy has another reader": 2},
+            "warn",
+            ["2 compiled prefill kernels", "a copy has another reader"],
+        ),
     ],
 )
 def test_what_is_known_of_a_pair(release, ptxas, kept, status, said):
@@ -48,6 +67,8 @@ def test_what_is_known_of_a_pair(release, ptxas, kept, status, said):
 def test_kernels_that_kept_their_copies_are_counted(tmp_path, monkeypatch):
     for i, note in enumerate(("direct", "a reason", "a reason", None)):
         (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "prefill_kernel.json").write_text(json.dumps({} if note is None else {"fp8attn_operands": note}))
+        (tmp_path / str(i) / "prefill_kernel.json").write_text(
+            json.dumps({} if note is None else {"fp8attn_operands": note})
+        )
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
     assert kept_copies() == {"a reason": 2}

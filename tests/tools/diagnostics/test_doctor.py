@@ -39,7 +39,9 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("P", (), {"total_memory": 80 * 2**30})())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: type("P", (), {"total_memory": 80 * 2**30})()
+    )
 
 
 def test_gpus_are_named(h100):
@@ -56,7 +58,10 @@ def test_kernels_are_measured_where_they_run(h100, monkeypatch):
     results = iter(found.values())
     monkeypatch.setattr(accumulation, "measure", lambda attend, device: next(results) if device == "cuda:0" else None)
     checks = [check for check in diagnose() if check.name.startswith("accumulation")]
-    assert [(check.name, check.status) for check in checks] == [("accumulation of ours", "ok"), ("accumulation of theirs", "warn")]
+    assert [(check.name, check.status) for check in checks] == [
+        ("accumulation of ours", "ok"),
+        ("accumulation of theirs", "warn"),
+    ]
     assert checks[0].detail == "two-level: 0.20% off at 131,072 tokens"
     assert checks[1].detail.startswith("single-level: hurts from 1,024 tokens")
 

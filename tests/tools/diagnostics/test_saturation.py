@@ -16,10 +16,14 @@ def scales_of_one(key_dtype):
 
 @pytest.mark.parametrize(("key_dtype", "largest"), [("int8", 127.0), ("e4m3", 448.0)])
 def test_planted_values_are_counted_one_by_one(key_dtype, largest):
-    """Of layer 1, in two sequences and three pages. What is larger than the largest code, that code itself, its negative, and Inf count.
-    A value that rounds to the code below does not; nor does NaN, which has a code of its own in E4M3 and is zero in INT8."""
+    """Of layer 1, in two sequences and three pages. What is larger than the largest code, that code itself, its
+    negative, and Inf count.
+    A value that rounds to the code below does not; nor does NaN, which has a code of its own in E4M3 and is zero in
+    INT8.
+    """
     cache = PagedKVCache(
-        HEADS, DIM, num_layers=2, num_seqs=2, key_dtype=key_dtype, rotate_keys=False, scales=[scales_of_one(key_dtype)] * 2, num_pages=5
+        HEADS, DIM, num_layers=2, num_seqs=2, key_dtype=key_dtype, rotate_keys=False,
+        scales=[scales_of_one(key_dtype)] * 2, num_pages=5
     )  # fmt: skip
     k, v = torch.ones(230, HEADS, DIM), torch.ones(230, HEADS, DIM)
     planted_k, planted_v = k.clone(), v.clone()

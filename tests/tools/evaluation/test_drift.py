@@ -1,4 +1,6 @@
-"""Long decoding: an exact cache does not drift after any move of sequences, and an FP8 cache stays within its first error."""
+"""Long decoding: an exact cache does not drift after any move of sequences, and an FP8 cache stays within its first
+error.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ def test_an_exact_cache_does_not_drift(loaded, tokens):
     def exact():
         return transformers.DynamicCache(config=model.config)
 
-    rows = drift(model, tokens, exact, exact, prompt=60, segment=20, chunk=64, progress=lambda *done: calls.append(done))
+    rows = drift(
+        model, tokens, exact, exact, prompt=60, segment=20, chunk=64, progress=lambda *done: calls.append(done)
+    )
     assert [(row.start, row.stop) for row in rows][-2:] == [(200, 220), (220, 224)]
     assert [row.operation for row in rows] == [*OPERATIONS, *OPERATIONS, OPERATIONS[0]]
     assert calls[-1] == (164, 164)

@@ -45,7 +45,8 @@ def test_outside_a_checkout(monkeypatch, tmp_path):
 
     monkeypatch.setattr(models, "find", missing)
     with pytest.raises(
-        UsageError, match=r"pass a model's folder or a Hugging Face id .* smollm2 is used if it is installed: .* needs gguf"
+        UsageError,
+        match=r"pass a model's folder or a Hugging Face id .* smollm2 is used if it is installed: .* needs gguf",
     ):
         models.default_model()
     assert "import" in models.read_text()  # the standard library's source
@@ -90,7 +91,9 @@ def test_bf16_cache_stores_bf16_and_answers_in_the_models_dtype(loaded):
 
 
 def test_bf16_cache_with_sliding_layers():
-    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4
+    )
     cache = BF16Cache(config)
     for layer in (0, 1):
         for _ in range(3):
@@ -102,7 +105,9 @@ def test_bf16_cache_with_sliding_layers():
 def test_a_plain_cast_rounds_once_and_saturates():
     layer = E4M3Cache(transformers.LlamaConfig(num_hidden_layers=1)).layers[0]
     k, v = torch.tensor([0.0, 1.0, 1.0625, 1.1, 449.0, -1e4, 2.0**-10]), torch.linspace(-3, 3, 7)
-    want = torch.tensor([0.0, 1.0, 1.0, 1.125, 448.0, -448.0, 0.0])  # 3 bits behind the first, ties to even, up to 448, from 2^-9 on
+    want = torch.tensor(
+        [0.0, 1.0, 1.0, 1.125, 448.0, -448.0, 0.0]
+    )  # 3 bits behind the first, ties to even, up to 448, from 2^-9 on
     layer.update(k.expand(1, 2, 3, 7), v.expand(1, 2, 3, 7))
     keys, values = layer.update(k.expand(1, 2, 2, 7), v.expand(1, 2, 2, 7))
     assert torch.equal(keys, want.expand(1, 2, 5, 7))
@@ -113,7 +118,9 @@ def test_a_plain_cast_rounds_once_and_saturates():
 
 def test_a_plain_cast_of_windows():
     """Layer 0 has a window of 4, so it holds 3 tokens, and a step sees them beside its own."""
-    config = transformers.Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4
+    )
     plain, cast = (E4M3Cache(config, windows=windows) for windows in (False, True))
     x = torch.randn(1, 1, 6, 64, generator=torch.Generator().manual_seed(0))
     rounded = x.to(torch.float8_e4m3fn).float()
@@ -122,13 +129,18 @@ def test_a_plain_cast_of_windows():
         for layer, want in ((0, window[:, :, 2:]), (1, rounded[:, :, 5:])):
             assert all(torch.equal(got, want) for got in cache.update(x[:, :, 5:], x[:, :, 5:], layer))
     assert (plain.layers[0].keys.nbytes, cast.layers[0].keys.nbytes) == (4 * 3 * 64, 3 * 64)
-    assert type(E4M3Cache(config, windows=True, skip_layers=(0,)).layers[0]) is transformers.cache_utils.DynamicSlidingWindowLayer
+    assert (
+        type(E4M3Cache(config, windows=True, skip_layers=(0,)).layers[0])
+        is transformers.cache_utils.DynamicSlidingWindowLayer
+    )
 
 
 def test_one_scale_a_tensor_is_as_in_transformers():
     if not hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
         pytest.skip("this transformers has no FP8 cache")
-    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=9)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_attention_heads=2, vocab_size=9
+    )
     theirs, ours = (
         cache_factory("transformers-fp8", transformers.LlamaForCausalLM(config))(),
         E4M3Cache(config, scale=None, first_exact=True),
@@ -147,7 +159,9 @@ def test_cache_names_and_factory(loaded):
     scales = calibrate(model, [torch.arange(50)[None]])
     assert cache_names("both", scales) == ("bf16", "fp8-static")
     assert cache_names("bf16,fp8,fp8-static", scales) == ("bf16", "fp8", "fp8-static")
-    with pytest.raises(ValueError, match="no cache of 'bf16,fp8-e4m3-keys' uses the scales; add fp8-static, or leave the scales out"):
+    with pytest.raises(
+        ValueError, match="no cache of 'bf16,fp8-e4m3-keys' uses the scales; add fp8-static, or leave the scales out"
+    ):
         cache_names("bf16,fp8-e4m3-keys", scales)
     with pytest.raises(ValueError, match="no cache is called 'int4'; choose bf16, fp8, both"):
         cache_names("bf16,int4")
@@ -163,13 +177,22 @@ def test_cache_names_and_factory(loaded):
         assert make() is not make()
         prefill(model, torch.arange(20)[None], make())
     # What each stores keys in; the model's biases are less than several deviations.
-    formats = {"fp8": ("int8", True), "fp8-int8-keys": ("int8", True), "fp8-e4m3-keys": ("e4m3", True), "fp8-e4m3-plain": ("e4m3", False)}
+    formats = {
+        "fp8": ("int8", True),
+        "fp8-int8-keys": ("int8", True),
+        "fp8-e4m3-keys": ("e4m3", True),
+        "fp8-e4m3-plain": ("e4m3", False),
+    }
     for name, expected in formats.items():
         cache = cache_factory(name, model)()
         assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys) == expected
     plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
     cache = cache_factory("fp8-static", model, scales=plain)()
-    assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == ("e4m3", False, plain.layer(0))
+    assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == (
+        "e4m3",
+        False,
+        plain.layer(0),
+    )
 
 
 def test_greedy_is_generate(loaded, tokens):
@@ -177,7 +200,9 @@ def test_greedy_is_generate(loaded, tokens):
     prompt = tokens[None, :70]
     for name in ("bf16", "fp8"):
         make = cache_factory(name, model)
-        want = model.generate(prompt, past_key_values=make(), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)
+        want = model.generate(
+            prompt, past_key_values=make(), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0
+        )
         assert torch.equal(greedy(model, prompt, make(), 12), want[:, 70:])
 
 
@@ -204,7 +229,9 @@ def test_perplexity_is_that_of_a_plain_forward(loaded, tokens, chunk):
     assert math.isnan(row.bytes_per_token)  # transformers' cache does not say
     losses = direct(model, windows)
     assert [(p.start, p.stop, p.tokens) for p in row.positions] == [(0, 256, 512), (256, 300, 88)]
-    assert [p.nll for p in row.positions] == pytest.approx([losses[:, :256].mean().item(), losses[:, 256:].mean().item()], rel=1e-5)
+    assert [p.nll for p in row.positions] == pytest.approx(
+        [losses[:, :256].mean().item(), losses[:, 256:].mean().item()], rel=1e-5
+    )
 
 
 def test_decoding_predicts_the_last_tokens(loaded, tokens):
@@ -223,7 +250,10 @@ def test_decoding_predicts_the_last_tokens(loaded, tokens):
 def test_fp8_beside_bf16(loaded, tokens):
     model, _ = loaded
     scales = calibrate(model, [tokens[None, -500:]])
-    caches = {name: cache_factory(name, model, scales=scales if name == "fp8-static" else None) for name in ("bf16", "fp8", "fp8-static")}
+    caches = {
+        name: cache_factory(name, model, scales=scales if name == "fp8-static" else None)
+        for name in ("bf16", "fp8", "fp8-static")
+    }
     for decode in (0, 10):
         bf16, fp8, static = perplexity(model, models.windows(tokens, 257, 2), caches, decode_tokens=decode, chunk=100)
         assert bf16.kl == bf16.standard_error == 0
@@ -245,12 +275,23 @@ def test_runs_of_several_models(loaded, tokens):
     other = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
     windows = models.windows(tokens, 101, 2)
     make = lambda: transformers.DynamicCache(config=model.config)  # noqa: E731
-    found, held = by_token({"first": (model, make), "again": (model, make), "other": (other, make)}, windows, start=60, step=25)
+    found, held = by_token(
+        {"first": (model, make), "again": (model, make), "other": (other, make)}, windows, start=60, step=25
+    )
     with torch.no_grad():
-        first, second = (m(input_ids=windows[:, :-1], use_cache=False).logits[:, 60:].double().log_softmax(-1) for m in (model, other))
-    want = [direct(other, windows)[:, 60:], (first.exp() * (first - second)).sum(-1), first.argmax(-1) == second.argmax(-1)]
+        first, second = (
+            m(input_ids=windows[:, :-1], use_cache=False).logits[:, 60:].double().log_softmax(-1)
+            for m in (model, other)
+        )
+    want = [
+        direct(other, windows)[:, 60:],
+        (first.exp() * (first - second)).sum(-1),
+        first.argmax(-1) == second.argmax(-1),
+    ]
     for got, expected in zip(found["other"], want, strict=True):
-        torch.testing.assert_close(got, expected.double(), rtol=1e-4, atol=1e-5)  # float32's rounding through two layers
+        torch.testing.assert_close(
+            got, expected.double(), rtol=1e-4, atol=1e-5
+        )  # float32's rounding through two layers
     assert torch.equal(found["first"], found["again"])
     assert found["first"][1].abs().max() == 0 and found["first"][2].min() == 1
     assert all(math.isnan(size) for size in held.values())
@@ -294,7 +335,19 @@ def test_the_commit_of_an_install_from_git(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_imports_need_the_extra_eval_alone():
-    names = ["caches", "drift", "models", "needle", "outcomes", "paired", "perplexity", "public", "recall", "record", "ruler"]
+    names = [
+        "caches",
+        "drift",
+        "models",
+        "needle",
+        "outcomes",
+        "paired",
+        "perplexity",
+        "public",
+        "recall",
+        "record",
+        "ruler",
+    ]
     names += ["sensitivity"]
     code = "import sys\nfor name in ('rich', 'typer', 'matplotlib', 'lm_eval', 'tqdm.rich'): sys.modules[name] = None\n"
     code += "import fp8attn_tools.evaluation\n" + "\n".join(f"import fp8attn_tools.evaluation.{name}" for name in names)

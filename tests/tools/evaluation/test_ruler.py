@@ -54,12 +54,16 @@ def test_what_does_not_fit(tokenizer, committed):
 
 def test_without_lm_eval(committed, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks.ruler", None)
-    with pytest.raises(ValueError, match=r'niah_single_1 needs lm-eval, and .* is not installed; run pip install "fp8attn\[ruler\]"'):
+    with pytest.raises(
+        ValueError, match=r'niah_single_1 needs lm-eval, and .* is not installed; run pip install "fp8attn\[ruler\]"'
+    ):
         next(ruler.ruler_samples(committed, "niah_single_1", lengths=(2048,)))
 
 
 def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer, monkeypatch):
-    """lm-eval's task, on documents of this test: its prompts are ours, and its loop over the cache gets the same answers as `ask`."""
+    """lm-eval's task, on documents of this test: its prompts are ours, and its loop over the cache gets the same
+    answers as `ask`.
+    """
     from lm_eval import evaluator, tasks
     from lm_eval.tasks.ruler import niah_utils
 
@@ -72,10 +76,14 @@ def test_lm_eval_asks_the_same_and_hears_the_same(loaded, tiny_model, tokenizer,
     folder = Path(niah_utils.__file__).parent
     manager = tasks.TaskManager(include_path=str(folder), include_defaults=False, metadata=about)
     options = {"limit": 2, "gen_kwargs": {"max_gen_toks": 6}, "log_samples": True, "bootstrap_iters": 0}
-    logged = evaluator.simple_evaluate(model=lm, tasks=["niah_multikey_2"], task_manager=manager, **options)["samples"]["niah_multikey_2"]
+    logged = evaluator.simple_evaluate(model=lm, tasks=["niah_multikey_2"], task_manager=manager, **options)["samples"][
+        "niah_multikey_2"
+    ]
     monkeypatch.setattr(ruler, "_docs", lambda *_: [entry["doc"] for entry in logged])
     samples = list(ruler.ruler_samples(tokenizer, "niah_multikey_2", lengths=(600,), samples=2))
-    assert [tokenizer(entry["arguments"][0][0])["input_ids"] for entry in logged] == [s.tokens.tolist() for s in samples]
+    assert [tokenizer(entry["arguments"][0][0])["input_ids"] for entry in logged] == [
+        s.tokens.tolist() for s in samples
+    ]
     samples = [replace(s, max_new_tokens=6) for s in samples]
     heard = needle.ask(model, tokenizer, samples, {"fp8": make}, chunk=256, batch_tokens=1)
     assert [entry["resps"][0][0] for entry in logged] == [o.text for o in heard]

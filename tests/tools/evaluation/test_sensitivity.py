@@ -1,4 +1,6 @@
-"""Fragile layers are planted in a small model and found, and every measured number is measured again by plain forwards."""
+"""Fragile layers are planted in a small model and found, and every measured number is measured again by
+plain forwards.
+"""
 
 import json
 import math
@@ -25,11 +27,13 @@ OTHERS = torch.randint(3, VOCABULARY, (2, 129), generator=torch.Generator().manu
 
 @torch.no_grad()
 def plant(model, k_layer, v_layer, size=2.0**9):
-    """Make two layers fragile. The model's answers in exact arithmetic are the same for every `size` of 2 or more, a power of two.
+    """Make two layers fragile. The model's answers in exact arithmetic are the same for every `size` of 2 or more, a
+    power of two.
 
-    - In `k_layer` a pair of K's channels, which RoPE rotates into each other, becomes `size` times as large, and Q's pair as small. The
-      rotation spreads this pair over all channels, and INT8's error is relative to the largest.
-    - In `v_layer` every two channels of V get a large common part, which the output projection subtracts. E4M3's error is relative to it.
+    - In `k_layer` a pair of K's channels, which RoPE rotates into each other, becomes `size` times as large, and Q's
+      pair as small. The rotation spreads this pair over all channels, and INT8's error is relative to the largest.
+    - In `v_layer` every two channels of V get a large common part, which the output projection subtracts. E4M3's error
+      is relative to it.
 
     No bias shows either, so `FP8Cache` has no means for them.
     """
@@ -53,7 +57,8 @@ def plain_logits(model, windows):
 def direct_kl(model, windows, **options):
     """KL of the plain forward's predictions from those of `FP8Cache`, in float64 from the logits on.
 
-    The chunks are the report's: a page's scale grows with its tokens, and queries that see the page before that see other codes.
+    The chunks are the report's: a page's scale grows with its tokens, and queries that see the page before that see
+    other codes.
     """
     cache = FP8Cache(model, **options)
     cached = [model(input_ids=part, past_key_values=cache).logits for part in windows[:, :-1].split(CHUNK, 1)]
@@ -78,7 +83,8 @@ def report(planted):
     """In chunks of 64 tokens: the second half of each window reads pages."""
     ticks = []
     found = sensitivity(planted, WINDOWS, chunk=CHUNK, progress=lambda done, total: ticks.append((done, total)))
-    # 2 windows of 2 chunks, for: 6 layers alone and the nudged run with one baseline, and 5 sets with one baseline. Then no tick is left.
+    # 2 windows of 2 chunks, for: 6 layers alone and the nudged run with one baseline, and 5 sets with one baseline.
+    # Then no tick is left.
     done = [*(8 * n for n in range(1, 5)), *(4 * 8 + 6 * n for n in range(1, 5))]
     assert ticks == [(number, 4 * 14) for number in done]
     return found
@@ -142,7 +148,8 @@ def test_budgets_that_everything_or_nothing_meets(report):
     assert len(choose(report, max_kl=least)) == LAYERS - 1
     for budget in (least * 0.99, 0.0, -1.0, math.nan):
         with pytest.raises(
-            UsageError, match=r"no choice of layers has a KL divergence of at most .* the smallest measured is .*DynamicCache"
+            UsageError,
+            match=r"no choice of layers has a KL divergence of at most .* the smallest measured is .*DynamicCache",
         ):
             choose(report, max_kl=budget)
     for budgets in ({}, {"max_kl": 1.0, "max_bytes_per_token": 1.0}):
@@ -173,11 +180,15 @@ def test_more_bytes_never_make_a_choice_worse(report):
 
 
 def test_a_set_that_was_not_measured(planted, report):
-    with pytest.raises(UsageError, match=r"layers \[0\] in 16 bits were not measured, .*divergence\(model, windows, skip_layers\)"):
+    with pytest.raises(
+        UsageError, match=r"layers \[0\] in 16 bits were not measured, .*divergence\(model, windows, skip_layers\)"
+    ):
         report.kl([0])
     with pytest.raises(UsageError, match="were not measured"):
         report.kl(range(LAYERS))
-    with pytest.raises(UsageError, match=r"layers \[-1, 6\] are none that can be in 8 bits; those are \[0, 1, 2, 3, 4, 5\]"):
+    with pytest.raises(
+        UsageError, match=r"layers \[-1, 6\] are none that can be in 8 bits; those are \[0, 1, 2, 3, 4, 5\]"
+    ):
         divergence(planted, WINDOWS, [(0, 6), (-1,)])
 
 
@@ -186,9 +197,17 @@ def test_reports_are_files(report, tmp_path):
     report.save(path)
     assert Sensitivity.load(path) == report
     whole = json.loads(path.read_text())
-    for damaged in ("", "[]", "{}", json.dumps(whole | {"format": "x"}), json.dumps(whole | {"layers": [{"layer": 1}]})):
+    for damaged in (
+        "",
+        "[]",
+        "{}",
+        json.dumps(whole | {"format": "x"}),
+        json.dumps(whole | {"layers": [{"layer": 1}]}),
+    ):
         path.write_text(damaged)
-        with pytest.raises(UsageError, match=r"is no report of the format fp8attn\.sensitivity\.2; Sensitivity\.save writes it"):
+        with pytest.raises(
+            UsageError, match=r"is no report of the format fp8attn\.sensitivity\.2; Sensitivity\.save writes it"
+        ):
             Sensitivity.load(path)
     with pytest.raises(UsageError, match=r"cannot read .*nowhere\.json \(No such file"):
         Sensitivity.load(tmp_path / "nowhere.json")
@@ -207,8 +226,16 @@ def test_long_windows_are_measured():
     found = sensitivity(model, WINDOWS[:1], chunk=CHUNK)
     assert [row.layer for row in found.layers] == [0, 1, 2] and found.windowed == ()
     assert found.cumulated_kl[0] == near(direct_kl(model, WINDOWS[:1]))
-    assert found.layers[0].bytes_8_bit == found.layers[0].bytes_16_bit == 0 < found.layers[1].bytes_8_bit  # a window does not grow
-    other = sensitivity(model, WINDOWS[:1], lambda skip: cache_factory("scale-1", model, skip_layers=skip)(), chunk=CHUNK, name="scale-1")
+    assert (
+        found.layers[0].bytes_8_bit == found.layers[0].bytes_16_bit == 0 < found.layers[1].bytes_8_bit
+    )  # a window does not grow
+    other = sensitivity(
+        model,
+        WINDOWS[:1],
+        lambda skip: cache_factory("scale-1", model, skip_layers=skip)(),
+        chunk=CHUNK,
+        name="scale-1",
+    )
     assert [row.layer for row in other.layers] == [1, 2] and other.windowed == (0,)
 
 
@@ -223,14 +250,18 @@ def test_every_architecture_is_measured(family):
 
 
 def test_another_cache_is_measured(planted):
-    """A plain cast: the planted K is not rotated, so its other channels lose nothing. V is as fragile as in any E4M3 cache."""
+    """A plain cast: the planted K is not rotated, so its other channels lose nothing. V is as fragile as in any E4M3
+    cache.
+    """
     name = "scale-1"
     found = sensitivity(planted, WINDOWS[:1], lambda skip: cache_factory(name, planted, skip_layers=skip)(), name=name)
     assert (found.cache, found.ranking[0]) == (name, FRAGILE[1])
     assert found.layers[FRAGILE[0]].kl < found.layers[FRAGILE[1]].kl / 10
     for other in ("bf16", "transformers-fp8"):
         if other == "bf16" or hasattr(transformers.cache_utils, "Fp8QuantizedLayer"):
-            with pytest.raises(UsageError, match=f"the cache '{other}' holds all layers in one format; it takes no skip_layers"):
+            with pytest.raises(
+                UsageError, match=f"the cache '{other}' holds all layers in one format; it takes no skip_layers"
+            ):
                 cache_factory(other, planted, skip_layers=(1,))
 
 

@@ -1,10 +1,10 @@
 """What a serving engine needs of fp8attn, whatever the engine is.
 
-An engine has blocks of 128 tokens, tables of them, and the lengths of its sequences. A block is a page. fp8attn needs the memory of the
-blocks, and the sequences of each step:
+An engine has blocks of 128 tokens, tables of them, and the lengths of its sequences. A block is a page. fp8attn needs
+the memory of the blocks, and the sequences of each step:
 
-    layer = EngineLayer(32, 8, 128, options=options, static=static_state(...), device=device)  # when the weights are loaded
-    warm_up([layer, ...], dtype, device)  # before the first request
+    layer = EngineLayer(32, 8, 128, options=options, static=static_state(...), device=device)  # when the weights are
+    loaded warm_up([layer, ...], dtype, device)  # before the first request
     layer.bind(allocation)  # its blocks, [num_blocks, ...]
     step = step_of(lengths, tables, bounds, ...)  # once a step, for all layers
     layer.run(q, k, v, out, step)  # in each layer
@@ -19,8 +19,9 @@ blocks, and the sequences of each step:
 | `marks.py` | blocks of other engines: the mark that tells formats apart |
 | `warm.py` | kernels, compiled before the first request |
 
-`integrations/vllm/` and `integrations/sglang/` are plugins of engines on top of this, and `tests/integrations/engine/toy.py` a whole small
-engine. Nothing here imports an engine. Messages go to the logger of this package: an engine that shows only its own gives it its handlers.
+`integrations/vllm/` and `integrations/sglang/` are plugins of engines on top of this, and
+`tests/integrations/engine/toy.py` a whole small engine. Nothing here imports an engine. Messages go to the logger of
+this package: an engine that shows only its own gives it its handlers.
 """
 
 from .layer import EngineLayer
@@ -29,4 +30,14 @@ from .static import ServedModel, StaticState, static_state
 from .steps import Step, StepPart, step_of
 from .warm import warm_up
 
-__all__ = ["EngineLayer", "Options", "ServedModel", "StaticState", "Step", "StepPart", "static_state", "step_of", "warm_up"]
+__all__ = [
+    "EngineLayer",
+    "Options",
+    "ServedModel",
+    "StaticState",
+    "Step",
+    "StepPart",
+    "static_state",
+    "step_of",
+    "warm_up",
+]

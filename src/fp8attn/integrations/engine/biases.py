@@ -1,7 +1,7 @@
 """Static means from the biases of a checkpoint's projections, as `FP8Cache` reads them off a transformers model.
 
-The layers of engines have fused weights, divided over processes. So the few tensors that determine the means are read from the checkpoint,
-into a transformers model without memory for the others.
+The layers of engines have fused weights, divided over processes. So the few tensors that determine the means are read
+from the checkpoint, into a transformers model without memory for the others.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ logger = logging.getLogger(__name__)
 _PROJECTION = r"self_attn\.(k_proj|v_proj|qkv_proj)"
 _READ = re.compile(rf".*\blayers\.\d+\.({_PROJECTION}|input_layernorm)\.(weight|bias)")
 _IF_BIASES = (
-    "If its keys or values have large biases, as those of Qwen2 have, 8 bits lose accuracy: serve a folder of safetensors files or a model "
-    "in the cache of the Hugging Face Hub, or pass the option scales with a file of `fp8attn calibrate`"
+    "If its keys or values have large biases, as those of Qwen2 have, 8 bits lose accuracy: serve a folder of "
+    "safetensors files or a model in the cache of the Hugging Face Hub, or pass the option scales with a file of "
+    "`fp8attn calibrate`"
 )
 _IF_LOSING = (
-    "An engine has all layers in 8 bits. INT8 keys (the option key_dtype) lose least, and a shorter context (vllm --max-model-len, sglang "
-    "--context-length) leaves less of the biases. `fp8attn sensitivity` measures the loss; if it is too much, serve the model with the "
-    "engine's own cache of 16 bits"
+    "An engine has all layers in 8 bits. INT8 keys (the option key_dtype) lose least, and a shorter context (vllm "
+    "--max-model-len, sglang --context-length) leaves less of the biases. `fp8attn sensitivity` measures the loss; if "
+    "it is too much, serve the model with the engine's own cache of 16 bits"
 )
 _BIAS = re.compile(rf".*{_PROJECTION}\.bias")
 
 
 @lru_cache(maxsize=2)  # a model, and its draft model
 def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerBiases]:
-    """The means of a model's layers, by index. Empty if its projections have no biases, or cannot be read; then a warning has the reason.
-    Another one names the layers that lose accuracy whatever is subtracted (`LayerBiases.loses`).
+    """The means of a model's layers, by index. Empty if its projections have no biases, or cannot be read; then a
+    warning has the reason. Another one names the layers that lose accuracy whatever is subtracted
+    (`LayerBiases.loses`).
 
-    Where the weights are quantized, biases are not: such a layer subtracts them whole, since how large they are beside K or V is unknown.
+    Where the weights are quantized, biases are not: such a layer subtracts them whole, since how large they are beside
+    K or V is unknown.
 
     Args:
         model: a folder, or the id of a model in the cache of the Hugging Face Hub.
@@ -55,23 +58,36 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         if not any(map(_BIAS.fullmatch, checkpoint.tensors)):
             return {}
         found = layer_biases(_attention_of(checkpoint), context)
-    except (UsageError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: tensors of other shapes than the config says
-        logger.warning("fp8attn: the biases of %s cannot be read, so there are no static means. %s: %s", model, _IF_BIASES, error)
+    except (
+        UsageError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: tensors of other shapes than the config says
+        logger.warning(
+            "fp8attn: the biases of %s cannot be read, so there are no static means. %s: %s", model, _IF_BIASES, error
+        )
         return {}
     if not found:
-        logger.warning("fp8attn: the biases of %s have a form that is not known, so there are no static means. %s", model, _IF_BIASES)
+        logger.warning(
+            "fp8attn: the biases of %s have a form that is not known, so there are no static means. %s",
+            model,
+            _IF_BIASES,
+        )
     used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in found.values())
     logger.info("fp8attn: static means from the biases of %d layers", used)
     if losing := {index: layer.k_step for index, layer in found.items() if layer.loses}:
         logger.warning(
-            "fp8attn: layers %s of %s lose accuracy in 8 bits. RoPE rotates large biases of their keys, so no mean removes them, and 8 "
-            "bits are up to %.0f times as coarse. %s", ranges(losing), model, max(losing.values()), _IF_LOSING,
+            "fp8attn: layers %s of %s lose accuracy in 8 bits. RoPE rotates large biases of their keys, so no mean "
+            "removes them, and 8 bits are up to %.0f times as coarse. %s", ranges(losing), model, max(losing.values()),
+            _IF_LOSING,
         )  # fmt: skip
     return found
 
 
 def identity(model: str, revision: str | None, context: int) -> bytes:
-    """Equal for engines whose means are equal. It is made from biases, because sums in another order give means with another last bit.
+    """Equal for engines whose means are equal. It is made from biases, because sums in another order give means with
+    another last bit.
 
     Args:
         model, revision, context: as of `means_of`.
@@ -85,12 +101,16 @@ def identity(model: str, revision: str | None, context: int) -> bytes:
     for name in sorted(filter(_BIAS.fullmatch, checkpoint.tensors)):
         found.update(name.encode() + checkpoint.get(name).contiguous().view(torch.uint8).numpy().tobytes())
     for index, kind, mean in means:
-        found.update(f"{index}{kind}".encode() + (mean != 0).numpy().tobytes())  # which channels have one depends on the weights, too
+        found.update(
+            f"{index}{kind}".encode() + (mean != 0).numpy().tobytes()
+        )  # which channels have one depends on the weights, too
     return found.digest()
 
 
 def _checkpoint(model: str, revision: str | None) -> Checkpoint:
-    return Checkpoint.read(model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True))
+    return Checkpoint.read(
+        model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
+    )
 
 
 def _attention_of(checkpoint: Checkpoint) -> nn.Module:
@@ -104,7 +124,9 @@ def _attention_of(checkpoint: Checkpoint) -> nn.Module:
         parent, _, own = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             setattr(model.get_submodule(parent), own, type(module)(config=decoder_config(config)))
-        elif own in ("k_proj", "v_proj", "qkv_proj") and isinstance(module, nn.Linear) and module.weight.is_meta:  # quantized
+        elif (
+            own in ("k_proj", "v_proj", "qkv_proj") and isinstance(module, nn.Linear) and module.weight.is_meta
+        ):  # quantized
             if module.bias is None or module.bias.is_meta:
                 setattr(model.get_submodule(parent), own, nn.Identity())
             else:  # without a deviation every bias is large enough

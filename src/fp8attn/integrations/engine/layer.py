@@ -1,4 +1,6 @@
-"""A layer in an engine: its pages in the engine's memory, what is static in them, and the append and attention of a step."""
+"""A layer in an engine: its pages in the engine's memory, what is static in them, and the append and attention of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from .steps import Step
 class EngineLayer:
     """A layer's attention in an engine.
 
-    What is static keeps its address and its values as long as the layer exists: CUDA graphs read the tensors, and cached pages depend on
-    the values. An engine that discards memory must save and restore `buffers`, or call `write_static` afterwards.
+    What is static keeps its address and its values as long as the layer exists: CUDA graphs read the tensors, and
+    cached pages depend on the values. An engine that discards memory must save and restore `buffers`, or call
+    `write_static` afterwards.
 
     Args:
         num_q_heads, num_kv_heads, head_dim: the layer's shape in this process.
@@ -59,14 +62,18 @@ class EngineLayer:
         self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.batch_invariant = batch_invariant
-        stored_k_mean, v_mean, self.page_scales = (None if x is None else torch.empty_like(x, device=device) for x in static)
+        stored_k_mean, v_mean, self.page_scales = (
+            None if x is None else torch.empty_like(x, device=device) for x in static
+        )
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
         self.format = KVFormat.of(head_dim, options.key_dtype, True).with_means(stored_k_mean, v_mean)
         self.write_static()
 
     def write_static(self) -> None:
         """Write what is static, again after an engine has discarded it."""
-        for tensor, value in zip((self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True):
+        for tensor, value in zip(
+            (self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True
+        ):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
 
@@ -107,7 +114,8 @@ class EngineLayer:
         if allocation.nbytes != blocks * heads * size or not allocation.is_contiguous():
             raise RuntimeError(
                 f"the engine gave layer {self.name} blocks of {allocation.nbytes // max(blocks, 1)} bytes with strides "
-                f"{allocation.stride()}, and fp8attn needs {heads * size} bytes each without gaps; please report the model and the options"
+                f"{allocation.stride()}, and fp8attn needs {heads * size} bytes each without gaps; please report the "
+                f"model and the options"
             )
         self.pool = allocation.view(torch.uint8).view(blocks, heads, size)
         # Appends leave what is written here.
@@ -144,7 +152,8 @@ class EngineLayer:
             if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):
                 bounds = None  # one query of each sequence, which is faster without bounds
             params = AttentionParams(
-                bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks, None, False,
+                bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks,
+                None, False,
                 self.options.exact, self.batch_invariant,
             )  # fmt: skip
             ops.run_attention(name, queries, pages, params, out[tokens])

@@ -1,8 +1,8 @@
 """Blocks of other engines: the mark that tells formats apart.
 
-The bytes of a block depend on its tokens, and on what is static in an engine: the type of keys, means, static scales. Engines compare none
-of these when they exchange blocks. So every page has a mark of them in its header, which is written once at the start and moves with the
-page. A step whose pages have another mark ends the engine.
+The bytes of a block depend on its tokens, and on what is static in an engine: the type of keys, means, static scales.
+Engines compare none of these when they exchange blocks. So every page has a mark of them in its header, which is
+written once at the start and moves with the page. A step whose pages have another mark ends the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def mark_of(options: Options, model: ServedModel) -> int:
 def check_marks(pool: torch.Tensor, page_table: torch.Tensor, mark: int) -> None:
     """Raise RuntimeError if a page of the table has another mark.
 
-    A GPU raises it later, by an assertion on the device, because the check does not wait. No result of the step arrives then.
+    A GPU raises it later, by an assertion on the device, because the check does not wait. No result of the step arrives
+    then.
 
     Args:
         pool: a layer's pages, as of `KVPages`.
@@ -51,6 +52,7 @@ def check_marks(pool: torch.Tensor, page_table: torch.Tensor, mark: int) -> None
     # No public function of torch asserts without waiting for the device.
     torch._assert_async(
         (taken == mark).all(),
-        "fp8attn: a KV connector brought blocks of another format. Engines that exchange blocks must have the same options of fp8attn "
-        "(key_dtype, static_scales, scales), model, context length and page format; give this engine another store, or equal options",
+        "fp8attn: a KV connector brought blocks of another format. Engines that exchange blocks must have the same "
+        "options of fp8attn (key_dtype, static_scales, scales), model, context length and page format; give this "
+        "engine another store, or equal options",
     )

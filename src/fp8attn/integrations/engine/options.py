@@ -15,10 +15,11 @@ class Options:
 
     Attributes:
         scales: a file of `KVScales.save`. Its means of K and V are used. Its scales are used with `static_scales`.
-        static_scales: all pages of a layer have the file's scales. Otherwise each page has its own, which grows while the page is filled.
+        static_scales: all pages of a layer have the file's scales. Otherwise each page has its own, which grows while
+            the page is filled.
         key_dtype: the format of keys, as `PagedKVCache` takes it.
-        exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`), so that a hit of the prefix cache computes the
-            rest of a prompt as a whole prompt is computed.
+        exact: keep 16 bits of queries and weights in prompts, too (`AttentionParams.exact`), so that a hit of the
+            prefix cache computes the rest of a prompt as a whole prompt is computed.
     """
 
     scales: str | None = None

@@ -35,7 +35,8 @@ class StaticState(NamedTuple):
     """What is static in a layer's pages, on the CPU.
 
     Attributes:
-        stored_k_mean, v_mean: `[num_kv_heads, head_dim]` float32, as `KVPages` has them. Both are None if both are zero.
+        stored_k_mean, v_mean: `[num_kv_heads, head_dim]` float32, as `KVPages` has them. Both are None if both are
+            zero.
         page_scales: `[num_kv_heads, 2]` float32, the scales of K and V of every page; None: each page has its own.
     """
 
@@ -63,19 +64,29 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
     if found is None:
         return StaticState()
     k_mean, v_mean = found.k_mean, found.v_mean
-    return _both(None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous())
+    return _both(
+        None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
+    )
 
 
 def _both(stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> StaticState:
     """The state with both means, one of which may be zeros, or none: `warmup` compiles no kernels of one mean."""
     given = next((mean for mean in (stored_k_mean, v_mean) if mean is not None), None)
-    return StaticState(*(torch.zeros_like(given) if mean is None and given is not None else mean for mean in (stored_k_mean, v_mean)))
+    return StaticState(
+        *(torch.zeros_like(given) if mean is None and given is not None else mean for mean in (stored_k_mean, v_mean))
+    )
 
 
-def _calibrated(options: Options, file: str, model: ServedModel, number: int | None, heads: slice, head_dim: int) -> StaticState:
+def _calibrated(
+    options: Options, file: str, model: ServedModel, number: int | None, heads: slice, head_dim: int
+) -> StaticState:
     scales = _load(file)
     scales.check(
-        num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=head_dim, key_dtype=options.key_dtype, rotate_keys=True
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=head_dim,
+        key_dtype=options.key_dtype,
+        rotate_keys=True,
     )
     if number is None or number not in scales:  # layers with a window have none
         return StaticState()

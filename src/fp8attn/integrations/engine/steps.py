@@ -1,7 +1,7 @@
 """The sequences of a step, in one or two parts: decodes (and verified drafts), then prompts.
 
-Attention of few queries and of many have different kernels. A batch of both is two calls, so that a long prompt does not take the decodes
-through the kernel for many.
+Attention of few queries and of many have different kernels. A batch of both is two calls, so that a long prompt does
+not take the decodes through the kernel for many.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StepPart:
 
     Attributes:
         tokens: their tokens among those of the step.
-        cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number; None if the sequences
-            have equal numbers of tokens.
+        cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number;
+            None if the sequences have equal numbers of tokens.
         max_seqlen: the largest number of new tokens of a sequence.
         cache_seqlens: `[num_seqs]` int32, with the new tokens.
         page_table: `[num_seqs, max_pages]` int32; of prompts as wide as the longest sequence of the step.
@@ -68,10 +68,12 @@ def step_of(
     max_seqlen: int,
     longest: int,
 ) -> Step:
-    """The parts of a step. A part of decodes has views of these tensors, so a CUDA graph can replay it after they were written.
+    """The parts of a step. A part of decodes has views of these tensors, so a CUDA graph can replay it after they were
+    written.
 
     Args:
-        cache_seqlens: `[num_seqs]` int32, the length of each sequence, with its new tokens. Sequences of few new tokens come first.
+        cache_seqlens: `[num_seqs]` int32, the length of each sequence, with its new tokens. Sequences of few new tokens
+            come first.
         page_table: `[num_seqs, any number]` int32, the blocks of each sequence. Entries past its length name any block.
         cu_seqlens: `[num_seqs + 1]` int32, the index of each sequence's first new token in the step, then their number.
         num_decodes: how many sequences are decodes.
@@ -85,15 +87,33 @@ def step_of(
     parts = []
     if num_decodes:
         decodes = slice(0, decode_tokens)
-        parts.append(StepPart(decodes, cu_seqlens[: num_decodes + 1], max_decode, cache_seqlens[:num_decodes], page_table[:num_decodes]))
+        parts.append(
+            StepPart(
+                decodes,
+                cu_seqlens[: num_decodes + 1],
+                max_decode,
+                cache_seqlens[:num_decodes],
+                page_table[:num_decodes],
+            )
+        )
     if num_prompts:
-        bounds, lengths, table = cu_seqlens[num_decodes : num_seqs + 1], cache_seqlens[num_decodes:], page_table[num_decodes:]
-        if num_decodes:  # at new addresses: those inside the tensors are no multiples of 16 bytes, which need other kernels
+        bounds, lengths, table = (
+            cu_seqlens[num_decodes : num_seqs + 1],
+            cache_seqlens[num_decodes:],
+            page_table[num_decodes:],
+        )
+        if (
+            num_decodes
+        ):  # at new addresses: those inside the tensors are no multiples of 16 bytes, which need other kernels
             bounds, lengths = bounds - decode_tokens, lengths.clone()
         equal = not num_decodes and num_prompts * max_seqlen == num_tokens
-        columns = -(-longest // PAGE_SIZE)  # a table may be as wide as the longest request that may come; plans follow the width
+        columns = -(
+            -longest // PAGE_SIZE
+        )  # a table may be as wide as the longest request that may come; plans follow the width
         prompts = slice(decode_tokens, num_tokens)
-        parts.append(StepPart(prompts, None if equal else bounds, max_seqlen, lengths, _of_prompts(table, num_decodes, columns)))
+        parts.append(
+            StepPart(prompts, None if equal else bounds, max_seqlen, lengths, _of_prompts(table, num_decodes, columns))
+        )
     return Step(tuple(parts))
 
 

@@ -41,20 +41,23 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
 
 def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
     return options_of(
-        window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact, batch_invariant=layer.batch_invariant
+        window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
+        batch_invariant=layer.batch_invariant
     )  # fmt: skip
 
 
 @cache
 def _compile(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any, means: bool,
+    num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any,
+    means: bool,
     static_scales: bool, attention: frozenset[AttentionOption],
 ) -> None:  # fmt: skip
     import triton  # an engine for CPUs may lack it
 
     begun = time.perf_counter()
     given = dict(
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, key_dtype=key_dtype, means=means,
+        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, key_dtype=key_dtype,
+        means=means,
         static_scales=static_scales, attention=sorted(attention), advance=False,
     )  # fmt: skip
     folder = Path(triton.knobs.cache.dir)
@@ -65,8 +68,10 @@ def _compile(
 
 
 def _first(folder: Path, given: Any, compile: Callable[[], list[Kernel]]) -> list[Kernel] | None:
-    """What `compile` returns in the first of a machine's processes that need the same kernels. The others wait for it, and get None: they
-    find the kernels in Triton's cache, and load them side by side. Where a mark is out of date, several processes compile the same."""
+    """What `compile` returns in the first of a machine's processes that need the same kernels. The others wait for it,
+    and get None: they find the kernels in Triton's cache, and load them side by side. Where a mark is out of date,
+    several processes compile the same.
+    """
     mark = folder / f"fp8attn-{hashlib.sha256(repr(given).encode()).hexdigest()[:16]}.compiled"
     if mark.exists():
         return None

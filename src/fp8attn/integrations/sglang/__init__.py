@@ -2,8 +2,10 @@
 
     python -m sglang.launch_server --model-path MODEL --attention-backend fp8attn
 
-SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, and calls it in each of its processes. A page of SGLang's
-allocator is a page of fp8attn for each KV head: one run of bytes that depends on its 128 tokens alone. So the radix cache shares pages.
+SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, and calls it in each of its processes.
+A page of SGLang's
+allocator is a page of fp8attn for each KV head: one run of bytes that depends on its 128 tokens alone. So the radix
+cache shares pages.
 
 | file | what |
 |---|---|
@@ -41,9 +43,11 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the attention backend `fp8attn` with SGLang, its pool of pages, and what is refused. It may be called again.
+    """Register the attention backend `fp8attn` with SGLang, its pool of pages, and what is refused. It may be called
+    again.
 
-    In a release of SGLang that was not run, nothing is registered and a warning says so. SGLang then refuses the name of the backend.
+    In a release of SGLang that was not run, nothing is registered and a warning says so. SGLang then refuses the name
+    of the backend.
     """
     with needs("sglang"):
         import sglang  # noqa: F401
@@ -67,12 +71,14 @@ def register() -> None:
 
 
 def unsupported_release(version: str) -> str | None:
-    """Why this release of SGLang is refused, or None. What changes in SGLang could give wrong answers without an error."""
+    """Why this release of SGLang is refused, or None. What changes in SGLang could give wrong answers
+    without an error.
+    """
     if re.fullmatch(re.escape(RELEASE) + r"(\.post\d+|\+.*)?", version):
         return None
     return (
-        f"fp8attn works in SGLang {RELEASE}, and this is SGLang {version}, where --attention-backend {NAME} is not known: install "
-        f"{RELEASE}, or use another backend"
+        f"fp8attn works in SGLang {RELEASE}, and this is SGLang {version}, where --attention-backend {NAME} is not "
+        f"known: install {RELEASE}, or use another backend"
     )
 
 
@@ -83,7 +89,9 @@ def _make_backend(runner: Any) -> Any:
 
 
 def _set_what_pages_need(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """While SGLang resolves its options: pages of 128 tokens if the user has chosen none, and no CUDA graphs of prompts."""
+    """While SGLang resolves its options: pages of 128 tokens if the user has chosen none, and no CUDA graphs of
+    prompts.
+    """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
 
     previous(server_args)
@@ -92,7 +100,10 @@ def _set_what_pages_need(server_args: Any, previous: Callable[[Any], None]) -> N
         return
     if options.page_size is None:
         declare_resolution(server_args, NAME, page_size=PAGE_SIZE)
-    if options.cuda_graph_config is not None and (graphs := supported_graphs(options.cuda_graph_config)) != options.cuda_graph_config:
+    if (
+        options.cuda_graph_config is not None
+        and (graphs := supported_graphs(options.cuda_graph_config)) != options.cuda_graph_config
+    ):
         declare_resolution(server_args, NAME, cuda_graph_config=graphs)
 
 
@@ -101,16 +112,24 @@ def supported_graphs(graphs: Any) -> Any:
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     if graphs.decode.backend == Backend.FULL:
-        logger.warning("fp8attn: its CUDA graphs of decodes have never run on a GPU in SGLang; --disable-decode-cuda-graph turns them off")
+        logger.warning(
+            "fp8attn: its CUDA graphs of decodes have never run on a GPU in SGLang; --disable-decode-cuda-graph turns "
+            "them off"
+        )
     for phase, supported in ((Phase.DECODE, (Backend.FULL, Backend.DISABLED)), (Phase.PREFILL, (Backend.DISABLED,))):
         if (backend := graphs[phase].backend) not in supported:
-            logger.warning(f"fp8attn: CUDA graphs of the form {backend} are disabled for {phase}: fp8attn does not support them in SGLang")
+            logger.warning(
+                f"fp8attn: CUDA graphs of the form {backend} are disabled for {phase}: fp8attn does not support them "
+                f"in SGLang"
+            )
             graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
     return graphs
 
 
 def _refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """After SGLang has resolved its options, before it starts a process: raise UsageError if something is not supported."""
+    """After SGLang has resolved its options, before it starts a process: raise UsageError if something is not
+    supported.
+    """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
@@ -143,7 +162,9 @@ def _cell_size(original: Callable[..., int], pool_configurator: Any, configurato
 
     model, parallel = configurator.model_config, get_parallel()
     return (
-        num_layers * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size) * PageSpec.of(model.head_dim).layout.token_bytes
+        num_layers
+        * model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
+        * PageSpec.of(model.head_dim).layout.token_bytes
     )
 
 

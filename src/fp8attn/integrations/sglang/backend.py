@@ -28,13 +28,17 @@ class FP8AttentionBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.req_to_token = runner.req_to_token_pool.req_to_token  # [max_requests, max_tokens], the slot of each token of a request
+        self.req_to_token = (
+            runner.req_to_token_pool.req_to_token
+        )  # [max_requests, max_tokens], the slot of each token of a request
         self.layers = engine_layers(runner, options_of())
         self.forward_metadata: Step | None = None
         self.graphs: GraphSteps | None = None
         device = torch.device(runner.device)
         if device.type == "cpu":
-            logger.warning("fp8attn: on a CPU attention runs in fp8attn's backend reference, which is slow and made for tests")
+            logger.warning(
+                "fp8attn: on a CPU attention runs in fp8attn's backend reference, which is slow and made for tests"
+            )
         else:
             warm_up(self.layers.values(), runner.model_config.dtype, device)
 
@@ -42,7 +46,9 @@ class FP8AttentionBackend(AttentionBackend):
         return False  # what SGLang's Triton kernels would read is not there
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the step of a batch, for all layers. Prompts and decodes of a mixed batch are one part, because SGLang puts decodes last."""
+        """Make the step of a batch, for all layers. Prompts and decodes of a mixed batch are one part, because SGLang
+        puts decodes last.
+        """
         mode = forward_batch.forward_mode
         if mode.is_idle():
             self.forward_metadata = None
@@ -61,7 +67,8 @@ class FP8AttentionBackend(AttentionBackend):
         columns = -(-longest // PAGE_SIZE)
         table = self._table(forward_batch.req_pool_indices, columns)
         self.forward_metadata = step_of(
-            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens, max_seqlen=max_seqlen,
+            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens,
+            max_seqlen=max_seqlen,
             longest=longest,
         )  # fmt: skip
 
@@ -71,7 +78,8 @@ class FP8AttentionBackend(AttentionBackend):
         return (slots // PAGE_SIZE).to(torch.int32)
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None, **others: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Append and attend.
@@ -81,9 +89,16 @@ class FP8AttentionBackend(AttentionBackend):
             k, v: `[T, num_kv_heads, head_dim]`, after RoPE.
         """
         found = self.layers[layer]
-        if k is None or v is None or not save_kv_cache or (others := {x: y for x, y in others.items() if y is not None}):
+        if (
+            k is None
+            or v is None
+            or not save_kv_cache
+            or (others := {x: y for x, y in others.items() if y is not None})
+        ):
             what = f"arguments {sorted(others)}" if others else "no new keys and values"
-            raise UsageError(f"fp8attn cannot serve this model: layer {layer.layer_id} has {what}; use another --attention-backend")
+            raise UsageError(
+                f"fp8attn cannot serve this model: layer {layer.layer_id} has {what}; use another --attention-backend"
+            )
         assert self.forward_metadata is not None, "call init_forward_metadata first"
         found.sinks = sinks
         q = q.reshape(-1, found.num_q_heads, found.head_dim)
@@ -94,8 +109,8 @@ class FP8AttentionBackend(AttentionBackend):
 
     forward_extend = forward_decode = _forward
 
-    # CUDA graphs of decodes. SGLang's runner calls `init_cuda_graph_state` once, and `init_forward_metadata_out_graph` before it records a
-    # graph and before each replay. Graphs of prompts are disabled (`supported_graphs`).
+    # CUDA graphs of decodes. SGLang's runner calls `init_cuda_graph_state` once, and `init_forward_metadata_out_graph`
+    # before it records a graph and before each replay. Graphs of prompts are disabled (`supported_graphs`).
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.graphs = GraphSteps(max_bs, -(-self.req_to_token.shape[1] // PAGE_SIZE), self.req_to_token.device)
@@ -104,10 +119,14 @@ class FP8AttentionBackend(AttentionBackend):
         return 1  # of requests that pad a graph; `GraphSteps.write` gives them no tokens
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Write the sequences of a step where its graph reads them. `seq_lens` and `req_pool_indices` have the graph's padding."""
+        """Write the sequences of a step where its graph reads them. `seq_lens` and `req_pool_indices` have the graph's
+        padding.
+        """
         if not (mode := forward_batch.forward_mode).is_decode():
             raise UsageError(f"fp8attn does not support CUDA graphs of SGLang's steps of the form {mode.name}")
         assert self.graphs is not None, "call init_cuda_graph_state first"
-        padding = len(forward_batch.seq_lens) if in_capture else forward_batch.num_padding  # nothing is written while a graph is recorded
+        padding = (
+            len(forward_batch.seq_lens) if in_capture else forward_batch.num_padding
+        )  # nothing is written while a graph is recorded
         table = self._table(forward_batch.req_pool_indices, self.graphs.page_table.shape[1])
         self.forward_metadata = self.graphs.write(forward_batch.seq_lens, table, padding)

@@ -31,8 +31,8 @@ class GraphSteps:
         Args:
             lengths: `[num_seqs]`, with the new token of each sequence.
             table: `[num_seqs, columns]` int32.
-            padding: how many sequences, the last ones, pad the graph. Their length is 0, less than their new token: so nothing is written
-                for them, and their attention is zero.
+            padding: how many sequences, the last ones, pad the graph. Their length is 0, less than their new token: so
+                nothing is written for them, and their attention is zero.
         """
         num_seqs = len(lengths)
         self.cache_seqlens[:num_seqs].copy_(lengths)
@@ -40,7 +40,8 @@ class GraphSteps:
         self.page_table[:num_seqs].copy_(table)
         if num_seqs not in self._steps:
             self._steps[num_seqs] = step_of(
-                self.cache_seqlens[:num_seqs], self.page_table[:num_seqs], self._bounds[: num_seqs + 1], num_decodes=num_seqs,
+                self.cache_seqlens[:num_seqs], self.page_table[:num_seqs], self._bounds[: num_seqs + 1],
+                num_decodes=num_seqs,
                 decode_tokens=num_seqs, max_decode=1, num_tokens=num_seqs, max_seqlen=1, longest=0,
             )  # fmt: skip
         return self._steps[num_seqs]

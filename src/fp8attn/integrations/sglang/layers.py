@@ -16,7 +16,8 @@ from .refused import unsupported_layer
 
 
 def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineLayer]:
-    """The attention layers of a model, with their pages bound. Two layers of one number would share pages, so they are refused.
+    """The attention layers of a model, with their pages bound. Two layers of one number would share pages, so they are
+    refused.
 
     Args:
         runner: SGLang's `ModelRunner`, whose model and pools are loaded.
@@ -25,7 +26,9 @@ def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineL
         UsageError: a layer is not supported, or the file of scales is of another model.
     """
     pool, model, parallel = runner.token_to_kv_pool, runner.model_config, get_parallel()
-    assert isinstance(pool, FP8PagePool), f"SGLang made a {type(pool).__name__}; please report the model and the options"
+    assert isinstance(pool, FP8PagePool), (
+        f"SGLang made a {type(pool).__name__}; please report the model and the options"
+    )
     total = model.get_total_num_kv_heads()
     served = ServedModel(model.model_path, model.revision, model.context_len, model.num_hidden_layers, total)
     first = parallel.attn_tp_rank * total // parallel.attn_tp_size
@@ -36,12 +39,15 @@ def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineL
         if (reason := unsupported_layer(layer)) is not None:
             raise UsageError(f"fp8attn cannot serve this model: {reason}")
         if any(layer.layer_id == other.layer_id for other in found):
-            raise UsageError(f"fp8attn cannot serve this model: two of its layers have the keys of layer {layer.layer_id}")
+            raise UsageError(
+                f"fp8attn cannot serve this model: two of its layers have the keys of layer {layer.layer_id}"
+            )
         heads = slice(first, first + layer.tp_k_head_num)
         window = layer.sliding_window_size
         found[layer] = EngineLayer(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, options=options,
-            static=static_state(options, served, layer.layer_id, heads, layer.head_dim), device=pool.device, softmax_scale=layer.scaling,
+            static=static_state(options, served, layer.layer_id, heads, layer.head_dim), device=pool.device,
+            softmax_scale=layer.scaling,
             window=window + 1 if window > -1 else None,  # SGLang's does not count the token itself
             softcap=layer.logit_cap or None, name=name,
         )  # fmt: skip

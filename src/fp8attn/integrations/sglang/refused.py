@@ -27,7 +27,11 @@ _OPTIONS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), _NOT_RUN),
     ("enable_single_batch_overlap", (False,), _NOT_RUN),
     ("enable_pdmux", (False,), _NOT_RUN),
-    ("enable_mis", (False,), "several items of a prompt do not see each other, which fp8attn does not support: leave it out"),
+    (
+        "enable_mis",
+        (False,),
+        "several items of a prompt do not see each other, which fp8attn does not support: leave it out",
+    ),
     ("enable_streaming_session", (False,), _NOT_RUN),
     ("enable_session_radix_cache", (False,), _NOT_RUN),
     ("enable_nvidia_megakernel", (False,), _NOT_RUN),
@@ -63,11 +67,20 @@ def unsupported_options(given: Any, own: Options) -> str | None:
         given: SGLang's resolved options, as attributes.
         own: fp8attn's.
     """
-    both = (given.prefill_attention_backend or given.attention_backend, given.decode_attention_backend or given.attention_backend)
+    both = (
+        given.prefill_attention_backend or given.attention_backend,
+        given.decode_attention_backend or given.attention_backend,
+    )
     if given.attention_backend != NAME or both != (NAME, NAME):
-        return f"prompts and decodes read the same pages: pass --attention-backend {NAME}, and none for prefill or decode alone"
+        return (
+            f"prompts and decodes read the same pages: pass --attention-backend {NAME}, and none for prefill or decode "
+            f"alone"
+        )
     if given.page_size != PAGE_SIZE:
-        return f"a page has {PAGE_SIZE} tokens, and SGLang's would have {given.page_size}: leave out --page-size, or pass {PAGE_SIZE}"
+        return (
+            f"a page has {PAGE_SIZE} tokens, and SGLang's would have {given.page_size}: leave out --page-size, or pass "
+            f"{PAGE_SIZE}"
+        )
     if given.kv_cache_dtype != "auto":
         return f"--kv-cache-dtype {given.kv_cache_dtype} is not used: pages have a form of their own; leave it out"
     for name, supported, reason in _OPTIONS:
@@ -91,12 +104,20 @@ def unsupported_model(model: Any, has_states: bool) -> str | None:
         return f"it has an encoder, and fp8attn has causal attention of decoders only; {_OTHER}"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
-    if (reason := hopper.refusal(PageSpec(model.head_dim, model.v_head_dim, INT8))) is not None:  # SGLang was run with nothing wider
+    if (
+        reason := hopper.refusal(PageSpec(model.head_dim, model.v_head_dim, INT8))
+    ) is not None:  # SGLang was run with nothing wider
         return f"{reason}; {_OTHER}"
     if model.is_hybrid_swa:
-        return "SGLang keeps layers with a window in a pool of their own: pass --disable-hybrid-swa-memory, which keeps all tokens"
+        return (
+            "SGLang keeps layers with a window in a pool of their own: pass --disable-hybrid-swa-memory, which keeps "
+            "all tokens"
+        )
     if model.attention_chunk_size is not None:
-        return f"its attention is in chunks of {model.attention_chunk_size} tokens, which fp8attn does not support; {_OTHER}"
+        return (
+            f"its attention is in chunks of {model.attention_chunk_size} tokens, which fp8attn does not support; "
+            f"{_OTHER}"
+        )
     return None
 
 

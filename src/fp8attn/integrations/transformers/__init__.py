@@ -4,14 +4,14 @@
     model = AutoModelForCausalLM.from_pretrained(path)
     model.generate(**inputs, cache=fp8.FP8Cache(model))
 
-Importing this registers an attention function and a mask function under the new name `fp8_kv` (`AttentionInterface.register`,
-`AttentionMaskInterface.register`). Nothing in transformers is replaced.
-`FP8Cache(model)` sets the model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized tensors: the same
-answers in the same memory, but slower.
+Importing this registers an attention function and a mask function under the new name `fp8_kv`
+(`AttentionInterface.register`, `AttentionMaskInterface.register`). Nothing in transformers is replaced.
+`FP8Cache(model)` sets the model's attention implementation to `fp8_kv`. Under any other the cache returns dequantized
+tensors: the same answers in the same memory, but slower.
 
-A model passes what `update` returns to its attention function. So `FP8Cache.update` returns `PagedTensor`s, which carry the pages: `fp8_kv`
-reads the pages, and every other function gets dequantized values. Layers of one shape and window share a `PagedKVCache`, which is made when
-the first K and V show their shape.
+A model passes what `update` returns to its attention function. So `FP8Cache.update` returns `PagedTensor`s, which carry
+the pages: `fp8_kv` reads the pages, and every other function gets dequantized values. Layers of one shape and window
+share a `PagedKVCache`, which is made when the first K and V show their shape.
 
 | file | what |
 |---|---|
@@ -21,7 +21,8 @@ the first K and V show their shape.
 | `kept.py` | full-attention layers of a static cache in 16 bits |
 | `attention.py`, `masks.py` | the functions `fp8_kv` |
 | `tensors.py` | `PagedTensor` |
-| `config.py`, `decoder.py`, `devices.py` | what is read from a config; the decoder of a model; the device of each layer |
+| `config.py`, `decoder.py`, `devices.py` | what is read from a config; the decoder of a model; the device of each layer
+|
 | `weights.py`, `biases.py` | means, rotation and layers in 16 bits by the weights; what biases do to K and V |
 | `files.py` | a cache in a file |
 """

@@ -1,4 +1,6 @@
-"""The attention function that is registered in transformers as `fp8_kv`: over FP8 pages, and as `sdpa` in 16-bit layers."""
+"""The attention function that is registered in transformers as `fp8_kv`: over FP8 pages, and as `sdpa` in 16-bit
+layers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from .tensors import PagedTensor, pages_of, tokens_of
 
 # Keywords of transformers' models that do not change what attention computes.
 NEUTRAL = frozenset({
-    "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch", "output_hidden_states",
+    "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
+    "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache",
 })  # fmt: skip
 # Keywords that change what attention computes or returns, and words in the names of such keywords.
@@ -27,7 +30,8 @@ CHANGES_ATTENTION = frozenset({
     "block_indices", "block_table", "cache", "indices", "output_attentions", "position_bias", "s_aux", "seq_idx",
 })  # fmt: skip
 CHANGING_WORDS = (
-    "alibi", "bias", "cap", "chunk", "cu_seq", "dropout", "mask", "max_length", "max_seq", "prefix", "scale", "scaling", "score", "sink",
+    "alibi", "bias", "cap", "chunk", "cu_seq", "dropout", "mask", "max_length", "max_seq", "prefix", "scale", "scaling",
+    "score", "sink",
     "slope", "sparse", "temperature", "window",
 )  # fmt: skip
 _warned: set[str] = set()  # unknown keywords
@@ -53,7 +57,8 @@ def fp8_kv_attention(
         key, value: `[B, num_kv_heads, length, head_dim]`, `PagedTensor` or plain.
         attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
         dropout: must be 0 in FP8 layers, and in layers with sinks or a softcap.
-        scaling, is_causal, softcap: as in transformers' attention functions. Unlike `sdpa`, 16-bit layers support a softcap, too.
+        scaling, is_causal, softcap: as in transformers' attention functions. Unlike `sdpa`, 16-bit layers support a
+            softcap, too.
         s_aux: `[num_q_heads]` attention sinks; 16-bit layers support them, too.
     Returns:
         `[B, S, num_q_heads, head_dim]` and None (attention weights are never formed).
@@ -63,13 +68,19 @@ def fp8_kv_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
-    # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized here.
+    # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized
+    # here.
     key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
     compact = isinstance(attention_mask, CompactMask)
-    if not compact and attention_mask is not None and attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+    if (
+        not compact
+        and attention_mask is not None
+        and attention_mask.dtype != torch.bool
+        and not attention_mask.is_floating_point()
+    ):
         raise ValueError(
-            f"fp8_kv: a four-dimensional mask is bool (True: seen) or floating-point (added to scores); got {attention_mask.dtype}. Pass "
-            "mask.bool()"
+            f"fp8_kv: a four-dimensional mask is bool (True: seen) or floating-point (added to scores); got "
+            f"{attention_mask.dtype}. Pass mask.bool()"
         )
     exact = softcap is not None or s_aux is not None
     if not compact and not exact:
@@ -77,16 +88,24 @@ def fp8_kv_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     if exact and (dropout or kwargs.get("position_bias") is not None):
-        raise ValueError("fp8_kv: a layer with sinks or a softcap takes no dropout and no position_bias; use attn_implementation='eager'")
+        raise ValueError(
+            "fp8_kv: a layer with sinks or a softcap takes no dropout and no position_bias; use "
+            "attn_implementation='eager'"
+        )
     outs = []
     length = query.shape[2]
     for begin in range(0, length, QUERY_BLOCK):
         stop = min(begin + QUERY_BLOCK, length)
-        block, mask = query[:, :, begin:stop], block_of(attention_mask, causal, length, key.shape[2], begin, stop, query.device)
+        block, mask = (
+            query[:, :, begin:stop],
+            block_of(attention_mask, causal, length, key.shape[2], begin, stop, query.device),
+        )
         if exact:
             outs.append(_attend_exactly(block, key, value, mask, scaling, softcap, s_aux))
         else:
-            outs.append(sdpa_attention_forward(module, block, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[0])
+            outs.append(
+                sdpa_attention_forward(module, block, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)[0]
+            )
     return torch.cat(outs, 1), None
 
 
@@ -108,18 +127,19 @@ def _attend_pages(
     start, window = None, key.window
     if keywords.get("sliding_window") not in (None, window):
         raise ValueError(
-            f"{_in_fp8(module)} and is called with sliding_window={keywords['sliding_window']}, and by the model's config its window is "
-            f"{window}. Keep such layers in 16 bits (FP8Cache(model, skip_layers=[...]))"
+            f"{_in_fp8(module)} and is called with sliding_window={keywords['sliding_window']}, and by the model's "
+            f"config its window is {window}. Keep such layers in 16 bits (FP8Cache(model, skip_layers=[...]))"
         )
     if mask is not None:
         if not isinstance(mask, CompactMask) or mask.window != window:
             raise ValueError(
-                f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask {tuple(mask.shape)} "
-                f"{mask.dtype}. "
-                "It may be four-dimensional; two-dimensional with holes (tokens after padding on the right make one), or shorter than the "
-                "cache and the new tokens together; or made by the model for packed sequences, image blocks or prefixes. Pad on the left "
-                "(tokenizer.padding_side = 'left') and pass the whole two-dimensional mask, or read the same cache dequantized, with any "
-                "mask: model.set_attn_implementation('sdpa')"
+                f"{_in_fp8(module)}, which supports causal masks with padding on the left; this call has another mask "
+                f"{tuple(mask.shape)} {mask.dtype}. "
+                "It may be four-dimensional; two-dimensional with holes (tokens after padding on the right make one), "
+                "or shorter than the cache and the new tokens together; or made by the model for packed sequences, "
+                "image blocks or prefixes. Pad on the left (tokenizer.padding_side = 'left') and pass the whole "
+                "two-dimensional mask, or read the same cache dequantized, with any mask: "
+                "model.set_attn_implementation('sdpa')"
             )
         causal, start = True, mask.rows[0] if mask.shape[2] == 2 else None
     causal = causal or window is not None
@@ -129,17 +149,21 @@ def _attend_pages(
     q, pages = tokens_of(query), pages_of(key)
     if torch.compiler.is_compiling():
         out = ops.attention(
-            q, pages, causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks, leftpad_k=start,
+            q, pages, causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
+            leftpad_k=start,
             exact=key.exact, batch_invariant=key.batch_invariant, backend=key.backend,
         )  # fmt: skip
     else:
         if batch != pages.num_seqs:
-            raise ValueError(f"{_in_fp8(module)} with {pages.num_seqs} sequences in its cache, and this call has queries of {batch}")
+            raise ValueError(
+                f"{_in_fp8(module)} with {pages.num_seqs} sequences in its cache, and this call has queries of {batch}"
+            )
         ops.check_queries(q, pages)
         if sinks is not None:
             check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
         params = AttentionParams(
-            None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks, start, False,
+            None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks,
+            start, False,
             key.exact, key.batch_invariant,
         )  # fmt: skip
         out, _ = ops.run_attention(resolve(key.backend, q, pages.format.name), q, pages, params)
@@ -147,26 +171,33 @@ def _attend_pages(
 
 
 def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> None:
-    """Refuse keywords that change attention; warn once about an unknown one. None and False mean that a keyword is not in use.
+    """Refuse keywords that change attention; warn once about an unknown one. None and False mean that a keyword is not
+    in use.
 
-    A newer transformers may pass a new keyword to every model, and most of those do not concern attention. So an unknown keyword is refused
-    only if its name has a word that says that it does.
+    A newer transformers may pass a new keyword to every model, and most of those do not concern attention. So an
+    unknown keyword is refused only if its name has a word that says that it does.
     """
     checked = (*NEUTRAL, "sliding_window")
-    given = [name for name, value in keywords.items() if name not in checked and value is not None and value is not False]
+    given = [
+        name for name, value in keywords.items() if name not in checked and value is not None and value is not False
+    ]
     if not given:
         return
-    refused = sorted(name for name in given if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS))
+    refused = sorted(
+        name for name in given if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS)
+    )
     if refused:
         raise ValueError(
-            f"{_in_fp8(module)} and is called with {', '.join(refused)}, which fp8_kv does not support. Keep such layers in 16 bits "
-            "(FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')"
+            f"{_in_fp8(module)} and is called with {', '.join(refused)}, which fp8_kv does not support. Keep such "
+            f"layers in 16 bits (FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: "
+            f"model.set_attn_implementation('sdpa' or 'eager')"
         )
     if not torch.compiler.is_compiling() and (new := sorted(set(given) - _warned)):
         _warned.update(new)
         warnings.warn(
-            f"{_in_fp8(module)} and is called with {', '.join(new)}, which fp8attn does not know. It is ignored. If it changes "
-            "what attention computes, read the same cache dequantized: model.set_attn_implementation('sdpa' or 'eager')",
+            f"{_in_fp8(module)} and is called with {', '.join(new)}, which fp8attn does not know. It is ignored. If it "
+            f"changes what attention computes, read the same cache dequantized: model.set_attn_implementation('sdpa' "
+            f"or 'eager')",
             stacklevel=2,
         )
 
@@ -184,7 +215,8 @@ def _attend_exactly(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a softcap, and with sinks as one more column of the softmax that has no value. The softmax is in FP32.
+    """Attention with a softcap, and with sinks as one more column of the softmax that has no value. The softmax is in
+    FP32.
 
     Returns `[B, S, heads, head_dim]`.
     """
@@ -195,7 +227,9 @@ def _attend_exactly(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask
+        )
     if sinks is not None:
         scores = torch.cat([scores, sinks.float()[:, None, None].expand(len(query), -1, query.shape[2], 1)], -1)
     weights = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)

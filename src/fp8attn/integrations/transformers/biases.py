@@ -1,16 +1,17 @@
 """Static means from a model's weights, without data: what the biases of its projections add to every K and V.
 
-V's mean is its bias. RoPE rotates K's bias, to `R(t) b` at position t; the best constant to subtract is its mean over positions. That mean
-is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate fast. (The position of an image's token
-has several parts, one for each pair. Each part is a position of the context, too.) What remains makes the step of INT8 keys larger
-(`k_step`). A mean is used if it is several deviations. There are no data to take deviations from. They are computed from the weights:
-`sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean
-square of g. K's deviation is the root mean square of the pair of channels that RoPE rotates together.
+V's mean is its bias. RoPE rotates K's bias, to `R(t) b` at position t; the best constant to subtract is its mean over
+positions. That mean is nearly all of the bias in pairs of channels that rotate slowly, and nothing in pairs that rotate
+fast. (The position of an image's token has several parts, one for each pair. Each part is a position of the context,
+too.) What remains makes the step of INT8 keys larger (`k_step`). A mean is used if it is several deviations. There are
+no data to take deviations from. They are computed from the weights: `sqrt(sum_i (W[c, i] g[i])^2)` for channel c of a
+projection W after an RMSNorm or LayerNorm of weight g, whose output has a root mean square of g. K's deviation is the
+root mean square of the pair of channels that RoPE rotates together.
 
-Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused: queries, keys, values (`qkv_proj`, GPT-2's `c_attn`), or these three of
-each head after another (GPT-NeoX's `query_key_value`). Other fused forms are not read, because nothing says how they are divided. Weights
-that are quantized, adapted (PEFT) or offloaded are not read: their modules are run on random inputs, which gives the same two numbers for
-each channel (`_run`).
+Projections may be separate (`q_proj`, `k_proj`, `v_proj`) or fused: queries, keys, values (`qkv_proj`, GPT-2's
+`c_attn`), or these three of each head after another (GPT-NeoX's `query_key_value`). Other fused forms are not read,
+because nothing says how they are divided. Weights that are quantized, adapted (PEFT) or offloaded are not read: their
+modules are run on random inputs, which gives the same two numbers for each channel (`_run`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ from .decoder import decoder_modules
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
-Read = tuple[int, Attention, nn.Module | None]  # a layer's index, its attention module, and the norm before it, if that is known
+Read = tuple[
+    int, Attention, nn.Module | None
+]  # a layer's index, its attention module, and the norm before it, if that is known
 SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to 5%
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"GPT2Attention": "c_attn", "GPTNeoXAttention": "query_key_value"}
 BY_HEAD = ("query_key_value",)  # each head's Q, K and V are together
-MAX_STEP = 8.0  # of `LayerBiases.k_step`: measured, steps of up to 4 cost a model little, and one of 44 half of its divergence
+MAX_STEP = (
+    8.0  # of `LayerBiases.k_step`: measured, steps of up to 4 cost a model little, and one of 44 half of its divergence
+)
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -49,11 +54,12 @@ class LayerBiases:
 
     Attributes:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, to be subtracted; None: nothing is several deviations.
-        k_offset: what remains of K's bias after subtracting `k_mean`: the root mean square over positions, in deviations, of the pair where
-            it is largest.
-        k_step: how many times larger the step of rotated INT8 keys is because of what remains: the root mean square of K beside that of K
-            without its bias, in the head where this is largest.
-        unread: whether there are biases that cannot be read: the projections or RoPE have an unknown form, or the weights are not loaded.
+        k_offset: what remains of K's bias after subtracting `k_mean`: the root mean square over positions, in
+            deviations, of the pair where it is largest.
+        k_step: how many times larger the step of rotated INT8 keys is because of what remains: the root mean square of
+            K beside that of K without its bias, in the head where this is largest.
+        unread: whether there are biases that cannot be read: the projections or RoPE have an unknown form, or the
+            weights are not loaded.
     """
 
     k_mean: torch.Tensor | None = None
@@ -74,7 +80,9 @@ class LayerBiases:
 
 
 # What was read of a model, with the context, the device and the values of its biases then.
-_READ: WeakKeyDictionary[nn.Module, tuple[tuple[int, torch.device], torch.Tensor, dict[int, LayerBiases]]] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[nn.Module, tuple[tuple[int, torch.device], torch.Tensor, dict[int, LayerBiases]]] = (
+    WeakKeyDictionary()
+)
 
 
 @torch.no_grad()
@@ -83,13 +91,14 @@ def layer_biases(
 ) -> dict[int, LayerBiases]:  # fmt: skip
     """The effect of biases, by layer index. Layers on which biases have none are absent.
 
-    A model's weights are read once, and again when a bias has another value: every request may make a cache, and reading takes
-    milliseconds a layer.
+    A model's weights are read once, and again when a bias has another value: every request may make a cache, and
+    reading takes milliseconds a layer.
 
     Args:
         model: a transformers model.
         context: positions, from 0, over which K's bias is averaged. None: the config's max_position_embeddings.
-        k_means: by layer index, `[num_kv_heads, head_dim]` float32, calibrated means of K, which are subtracted in the place of those here.
+        k_means: by layer index, `[num_kv_heads, head_dim]` float32, calibrated means of K, which are subtracted in the
+            place of those here.
     """
     context = context or getattr(decoder_config(model.config), "max_position_embeddings", None) or POSITIONS
     attentions = list(_attentions(model))
@@ -103,9 +112,18 @@ def layer_biases(
 
 
 def _bias_values(attentions: list[Read]) -> torch.Tensor | None:
-    """All biases that `layer_biases` reads, one after another, float32 on one device. None: some modules must be run to be read."""
-    modules = [module for _, each, norm in attentions for module in (_linear(each, "k"), _linear(each, "v"), norm) if module is not None]
-    if not all(map(_is_plain, modules)) or not all(type(module) in (nn.Linear, Conv1D) or not [*module.children()] for module in modules):
+    """All biases that `layer_biases` reads, one after another, float32 on one device. None: some modules must be run to
+    be read.
+    """
+    modules = [
+        module
+        for _, each, norm in attentions
+        for module in (_linear(each, "k"), _linear(each, "v"), norm)
+        if module is not None
+    ]
+    if not all(map(_is_plain, modules)) or not all(
+        type(module) in (nn.Linear, Conv1D) or not [*module.children()] for module in modules
+    ):
         return None
     biases = [bias for module in modules if isinstance(bias := getattr(module, "bias", None), torch.Tensor)]
     return torch.cat([bias.float().to(biases[0].device) for bias in biases]) if biases else torch.empty(0)
@@ -133,11 +151,13 @@ def _read_biases(
 
 @torch.no_grad()
 def spread_layers(model: PreTrainedModel) -> set[int]:
-    """The indices of layers whose E4M3 keys the rotation would make worse, because large channels of K meet small channels of Q.
+    """The indices of layers whose E4M3 keys the rotation would make worse, because large channels of K meet small
+    channels of Q.
 
-    E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, computed from the weights. The variance of a score's
-    error is proportional to `sum_c q_c^2 k_c^2`, and with rotated keys to `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is included if
-    for one of its heads the second is more than `MAX_SPREAD` times the first. Layers with projections of an unknown form are not included.
+    E4M3's error is relative. Let q_c^2 and k_c^2 be the mean squares of channel c, computed from the weights. The
+    variance of a score's error is proportional to `sum_c q_c^2 k_c^2`, and with rotated keys to
+    `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is included if for one of its heads the second is more than
+    `MAX_SPREAD` times the first. Layers with projections of an unknown form are not included.
     """
     found = set()
     for index, attention, norm in _attentions(model):
@@ -152,12 +172,18 @@ def spread_layers(model: PreTrainedModel) -> set[int]:
 def _attentions(model: PreTrainedModel) -> Iterator[Read]:
     """The decoder's attention modules."""
     for name, module in decoder_modules(model):
-        if not isinstance(vars(module).get("layer_idx"), int):  # as an attribute, it would take a microsecond of each module without it
+        if not isinstance(
+            vars(module).get("layer_idx"), int
+        ):  # as an attribute, it would take a microsecond of each module without it
             continue
         if (hasattr(module, "k_proj") and hasattr(module, "v_proj")) or _fused(module):
             attention: Attention = module
             layer = model.get_submodule(name.rpartition(".")[0])
-            yield attention.layer_idx, attention, getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
+            yield (
+                attention.layer_idx,
+                attention,
+                getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None),
+            )
 
 
 def _unknown(model: PreTrainedModel) -> set[int]:
@@ -166,7 +192,9 @@ def _unknown(model: PreTrainedModel) -> set[int]:
     return {
         module.layer_idx
         for _, module in modules
-        if isinstance(vars(module).get("layer_idx"), int) and getattr(module, "is_causal", False) is True and _has_bias(module)
+        if isinstance(vars(module).get("layer_idx"), int)
+        and getattr(module, "is_causal", False) is True
+        and _has_bias(module)
     }
 
 
@@ -175,7 +203,8 @@ def _has_bias(module: nn.Module) -> bool:
 
 
 def _rotary(model: PreTrainedModel) -> nn.Module | None:
-    """The module that computes RoPE's angles for the decoder. Several modules may do so, if their frequencies are the same.
+    """The module that computes RoPE's angles for the decoder. Several modules may do so, if their frequencies are the
+    same.
 
     Raises:
         UsageError: several modules have different frequencies.
@@ -189,8 +218,8 @@ def _rotary(model: PreTrainedModel) -> nn.Module | None:
     first, *others = angles.values()
     if not all(x.keys() == first.keys() and all(map(torch.equal, x.values(), first.values())) for x in others):
         raise UsageError(
-            f"{', '.join(angles)} of {type(model).__name__} compute RoPE with different frequencies, so it is not known how it rotates the "
-            "biases of K. Use transformers' own cache (DynamicCache(config=model.config))"
+            f"{', '.join(angles)} of {type(model).__name__} compute RoPE with different frequencies, so it is not "
+            f"known how it rotates the biases of K. Use transformers' own cache (DynamicCache(config=model.config))"
         )
     return model.get_submodule(next(iter(angles)))
 
@@ -213,17 +242,22 @@ def _head_dim(attention: Attention) -> int | None:
 
 def _is_biased(attention: Attention, which: str, norm: nn.Module | None) -> bool:
     """Whether something is added to every K or V. A norm after the projection would change what a bias adds."""
-    return _norm_after(attention, which) is None and (_has_bias(_linear(attention, which)) or getattr(norm, "bias", None) is not None)
+    return _norm_after(attention, which) is None and (
+        _has_bias(_linear(attention, which)) or getattr(norm, "bias", None) is not None
+    )
 
 
-def _projection(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _projection(
+    attention: Attention, which: str, norm: nn.Module | None
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """The projection of Q, K or V as a function of the norm's output before its weight and bias.
 
     Args:
         which: `"q"`, `"k"` or `"v"`.
         norm: the norm before the projection; None: not known.
     Returns:
-        The deviation of each channel, which is the norm of its row of weights, and what is added to it, `[heads * head_dim]` float32 each;
+        The deviation of each channel, which is the norm of its row of weights, and what is added to it,
+        `[heads * head_dim]` float32 each;
         the latter None without any bias. None: the form is unknown, or the weights are not loaded.
     """
     linear, head_dim = _linear(attention, which), _head_dim(attention)
@@ -267,7 +301,9 @@ def _is_loaded(module: nn.Module) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
     return bool(tensors) and (
         not any(x.is_meta for x in tensors)
-        or all(hasattr(m, "_hf_hook") or not any(p.is_meta for p in m.parameters(recurse=False)) for m in module.modules())
+        or all(
+            hasattr(m, "_hf_hook") or not any(p.is_meta for p in m.parameters(recurse=False)) for m in module.modules()
+        )
     )
 
 
@@ -285,10 +321,14 @@ def _read(linear: nn.Linear | Conv1D, norm: nn.Module | None) -> tuple[torch.Ten
 
 
 def _run(linear: nn.Module, norm: nn.Module | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_projection` by running the modules: on inputs that are normal with the norm's gain, and on what the norm alone adds."""
+    """`_projection` by running the modules: on inputs that are normal with the norm's gain, and on what the norm alone
+    adds.
+    """
     tensors = [x for module in (norm, linear) if module is not None for x in (*module.parameters(), *module.buffers())]
     dtype = next((x.dtype for x in tensors if x.dtype in PLAIN), torch.float32)
-    device = next((x.device for x in tensors if not x.is_meta), torch.device("cpu"))  # accelerate's hook moves inputs itself
+    device = next(
+        (x.device for x in tensors if not x.is_meta), torch.device("cpu")
+    )  # accelerate's hook moves inputs itself
     ones = torch.ones(size, dtype=dtype, device=device)
     ones[::2] = -1.0  # an RMSNorm or a LayerNorm returns its weight times this, plus its bias
     up, down = (x if norm is None else norm(x[None, None])[0, 0] for x in (ones, -ones))
@@ -304,7 +344,9 @@ def _norm_after(attention: Attention, which: str) -> nn.Module | None:
 
 
 def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> torch.Tensor | None:
-    """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot be read."""
+    """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot
+    be read.
+    """
     projection, last = _projection(attention, which, norm), _norm_after(attention, which)
     if projection is None:
         return None
@@ -319,7 +361,9 @@ def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> t
 
 
 def _offset(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: it cannot be read."""
+    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: it cannot be
+    read.
+    """
     projection = _projection(attention, which, norm)
     if projection is None or projection[1] is None:
         return None
@@ -354,23 +398,32 @@ def _rotated(
     offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int,
     given: torch.Tensor | None = None,
 ) -> _Rotated | None:  # fmt: skip
-    """What RoPE makes of K's bias. None: RoPE has an unknown form. `given`: the mean to subtract; None: the bias's own."""
-    given = None if given is None or given.shape != offset.shape else given.to(offset)  # a process may have a share of the heads
+    """What RoPE makes of K's bias. None: RoPE has an unknown form. `given`: the mean to subtract; None:
+    the bias's own.
+    """
+    given = (
+        None if given is None or given.shape != offset.shape else given.to(offset)
+    )  # a process may have a share of the heads
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
         fixed = _several(offset, deviation) if given is None else given
         return _Rotated(fixed, 0.0, _step((offset if fixed is None else offset - fixed)[:, None], deviation))
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
-    # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to rotate.
+    # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to
+    # rotate.
     generator = torch.Generator().manual_seed(0)
     count = min(context, POSITIONS)
     positions = torch.randperm(context, generator=generator)[:count].sort().values.to(offset.device)
-    layer_type = {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+    layer_type = (
+        {"layer_type": "full_attention"} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+    )
     # The position of a token of an image has three parts, which older transformers want for each token.
     positions = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
     cos, sin = (x.to(offset) for x in rotary(offset, positions, **layer_type))  # its module may be on another device
-    width = getattr(attention, "rotary_ndims", offset.shape[1])  # Phi and StableLM give RoPE only the channels that it rotates
+    width = getattr(
+        attention, "rotary_ndims", offset.shape[1]
+    )  # Phi and StableLM give RoPE only the channels that it rotates
 
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[1], x[..., width:]], -1)[0]
@@ -384,7 +437,8 @@ def _rotated(
         return (x.square() @ mixed).sqrt()
 
     mean = x.mean(1)
-    # If some position is farther from the mean than from zero, the mean would make the scale of that position's page larger.
+    # If some position is farther from the mean than from zero, the mean would make the scale of that position's page
+    # larger.
     harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
     of_pair = length(deviation) / mixed.sum(0).sqrt()
     mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0) if given is None else given
@@ -394,6 +448,8 @@ def _rotated(
 
 
 def _step(left: torch.Tensor, deviation: torch.Tensor) -> float:
-    """`LayerBiases.k_step`, of what remains at each position `[num_kv_heads, positions, head_dim]`; 1 if deviations are unknown."""
+    """`LayerBiases.k_step`, of what remains at each position `[num_kv_heads, positions, head_dim]`; 1 if deviations are
+    unknown.
+    """
     size = deviation.square().sum(1)
     return float(torch.where(size > 0, (1 + left.square().mean(1).sum(1) / size).sqrt(), 1.0).amax())

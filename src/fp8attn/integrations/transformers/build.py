@@ -21,7 +21,9 @@ from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
 
 
 def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is `(0, -2, -1)`."""
+    """The numbers of the `first` and the `last` layers of a model, for `skip_layers`: `edge_layers(1, 2)` is
+    `(0, -2, -1)`.
+    """
     return (*range(first), *range(-last, 0))
 
 
@@ -34,27 +36,30 @@ def transformers_model(model: Any) -> PreTrainedModel:
     """
     method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if method in ("PREFIX_TUNING", "CARTRIDGE"):
-        raise UsageError(f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values")
+        raise UsageError(
+            f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values"
+        )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(base, PreTrainedModel):
         return base
     if isinstance(model, PreTrainedConfig):
         raise TypeError(
-            f"FP8Cache takes the model, and got its config ({type(model).__name__}): biases, which decide its static means, are in the "
-            "weights. Call FP8Cache(model, ...)"
+            f"FP8Cache takes the model, and got its config ({type(model).__name__}): biases, which decide its static "
+            f"means, are in the weights. Call FP8Cache(model, ...)"
         )
     raise TypeError(
-        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. For a compiled or wrapped model, pass "
-        "the model inside"
+        f"FP8Cache takes a transformers model (or a PEFT model of one); got {type(model).__name__}. For a compiled or "
+        f"wrapped model, pass the model inside"
     )
 
 
 def make_layers(
-    model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None, skip_layers: Iterable[int] | Callable[[int], bool],
+    model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
+    skip_layers: Iterable[int] | Callable[[int], bool],
     key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, backend: BackendName,
 ) -> tuple[list[Any], list[FP8Layers], list[LayerSpec]]:  # fmt: skip
-    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape, window and device; and what the
-    config says of the layers. It checks all options.
+    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape, window and
+    device; and what the config says of the layers. It checks all options.
 
     Raises:
         TypeError, UsageError: as `FP8Cache`.
@@ -72,7 +77,10 @@ def make_layers(
     if scales is not None:
         full = next((spec for spec in specs if spec.is_full), None)
         if full is None:
-            raise UsageError(f"scales are for full-attention layers, and every layer of {config.model_type!r} has a window: leave them out")
+            raise UsageError(
+                f"scales are for full-attention layers, and every layer of {config.model_type!r} has a window: leave "
+                f"them out"
+            )
         scales.check(
             num_layers=config.num_hidden_layers,
             num_kv_heads=full.num_kv_heads,
@@ -81,7 +89,11 @@ def make_layers(
             key_dtype=key_dtype,
             rotate_keys=rotate_keys,
         )
-    plain = DYNAMIC_LAYER_TYPE_MAPPING if max_cache_len is None else {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer}
+    plain = (
+        DYNAMIC_LAYER_TYPE_MAPPING
+        if max_cache_len is None
+        else {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer}
+    )
     length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
     layers: list[Any] = []
     groups: dict[tuple[tuple[int, int, int | None], torch.device], FP8Layers] = {}
@@ -108,14 +120,14 @@ def make_layers(
             layers.append(FP8Layer(index, group, scales=own, rotate_keys=rotate_keys))
     if not groups and max_cache_len is not None and not any(spec.is_full for spec in specs):
         raise UsageError(
-            f"every layer of {config.model_type!r} has a sliding window, and a static cache (max_cache_len={max_cache_len}) keeps windows "
-            "in 16 bits. Use FP8Cache(model) without max_cache_len, or transformers' own StaticCache(config=model.config, "
-            "max_cache_len=...)"
+            f"every layer of {config.model_type!r} has a sliding window, and a static cache "
+            f"(max_cache_len={max_cache_len}) keeps windows in 16 bits. Use FP8Cache(model) without max_cache_len, or "
+            f"transformers' own StaticCache(config=model.config, max_cache_len=...)"
         )
     if not groups:
         raise UsageError(
-            "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long windows. "
-            "Use transformers' own cache "
+            "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long "
+            "windows. Use transformers' own cache "
             "(DynamicCache(config=model.config))"
         )
     return layers, list(groups.values()), specs
@@ -126,7 +138,9 @@ def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int
         return skip_layers
     numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
     if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
-        raise UsageError(f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}")
+        raise UsageError(
+            f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}"
+        )
     wrong = [n for n in numbers if not -num_layers <= n < num_layers]
     if wrong:
         raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")

@@ -37,50 +37,62 @@ from .weights import Weights
 class FP8Cache(Cache):
     """A transformers cache with FP8 pages: half the bytes of BF16.
 
-    The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one afterwards, the cache
-    returns dequantized K and V, which is slower.
+    The model's attention implementation is set to `fp8_kv`, which reads pages directly. If it is set to another one
+    afterwards, the cache returns dequantized K and V, which is slower.
 
-    Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No data are needed. No
-    mean removes a bias of K that RoPE rotates. Layers where such biases make keys too coarse in 8 bits (`LayerBiases.loses`) stay in 16
-    bits, and a warning names them; `skip_layers` overrules it. INT8 keys are rotated in every layer. The error of E4M3 is relative. So E4M3
-    keys are not rotated in layers where the rotation would spread a large error over all channels: where K has an offset that no static
-    mean removes, and where large channels of K meet small channels of Q.
+    Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No
+    data are needed. No mean removes a bias of K that RoPE rotates. Layers where such biases make keys too coarse in 8
+    bits (`LayerBiases.loses`) stay in 16 bits, and a warning names them; `skip_layers` overrules it. INT8 keys are
+    rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation
+    would spread a large error over all channels: where K has an offset that no static mean removes, and where large
+    channels of K meet small channels of Q.
 
-    A layer with a sliding window gives back the pages that no later query sees, before the next forward. Windows of fewer than 384 tokens
-    would not be smaller in pages than in 16 bits. Such layers are transformers' own, and so are all windows of the static form, chunked
-    layers, and the states of linear layers. During a forward, windows have the pages of all its tokens, and masks of 16-bit layers grow
+    A layer with a sliding window gives back the pages that no later query sees, before the next forward. Windows of
+    fewer than 384 tokens would not be smaller in pages than in 16 bits. Such layers are transformers' own, and so are
+    all windows of the static form, chunked layers, and the states of linear layers. During a forward, windows have the
+    pages of all its tokens, and masks of 16-bit layers grow
     with it: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
 
-    The pages of a layer are on the device of its weights. So a model can be divided among several GPUs (`device_map="auto"`).
+    The pages of a layer are on the device of its weights. So a model can be divided among several GPUs
+    (`device_map="auto"`).
 
-    A cache holds one conversation: every forward appends its tokens. `generate` takes a prompt as the whole conversation and cuts as many
-    tokens from it as the cache has, whatever they are. For another prompt make a new cache, or call `reset`.
+    A cache holds one conversation: every forward appends its tokens. `generate` takes a prompt as the whole
+    conversation and cuts as many tokens from it as the cache has, whatever they are. For another prompt make a new
+    cache, or call `reset`.
 
-    A forward that is interrupted (Ctrl-C in a notebook), or that does not run every layer, leaves some layers without its tokens. The next
-    use of the cache raises RuntimeError. `crop(0)` drops what only some layers hold. Where the state of a linear layer has changed, only
-    `reset` helps. If all layers of attention have the tokens, or none, nothing shows an interrupt: it was in the output head, in the layers
-    of Gemma 4 that share K and V of others, or in the first or last linear layers.
+    A forward that is interrupted (Ctrl-C in a notebook), or that does not run every layer, leaves some layers without
+    its tokens. The next use of the cache raises RuntimeError. `crop(0)` drops what only some layers hold. Where the
+    state of a linear layer has changed, only `reset` helps. If all layers of attention have the tokens, or none,
+    nothing shows an interrupt: it was in the output head, in the layers of Gemma 4 that share K and V of others, or in
+    the first or last linear layers.
 
     Args:
         model: the transformers model that the cache is for, or a PEFT model of it.
-        max_cache_len: number of tokens of the static form, which allocates all memory at once and needs no host work in a step. So decoding
-            compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache grows with its tokens. K's bias is averaged
-            over these positions (None: over the config's max_position_embeddings).
-        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. Their means replace those of biases, and
-            what these leave decides which layers stay in 16 bits. None: each page has its own scales, and no calibration is needed.
+        max_cache_len: number of tokens of the static form, which allocates all memory at once and needs no host work in
+            a step. So decoding compiles once (`generate` does so on a GPU) and runs in CUDA graphs. None: the cache
+            grows with its tokens. K's bias is averaged over these positions (None: over the config's
+            max_position_embeddings).
+        scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. Their means replace
+            those of biases, and
+            what these leave decides which layers stay in 16 bits. None: each page has its own scales, and no
+                calibration is needed.
         key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
-        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the number. `()`: all
-            layers are in 8 bits. None: those with too large biases stay in 16 bits, unless no layer would be in 8 bits, or
-            `batch_invariant` is given. `fp8attn sensitivity` measures a model and chooses layers; `edge_layers` names the first and last.
-        exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are slower.
-        batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The model's other
-            layers are not the cache's: their matrix products depend on the batch, unless they are replaced.
+        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the
+            number. `()`: all
+            layers are in 8 bits. None: those with too large biases stay in 16 bits, unless no layer would be in 8 bits,
+            or `batch_invariant` is given. `fp8attn sensitivity` measures a model and chooses layers; `edge_layers`
+            names the first and last.
+        exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are
+            slower.
+        batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The
+            model's other layers are not the cache's: their matrix products depend on the batch, unless they are
+            replaced.
         backend: as `PagedKVCache` takes it.
     Raises:
         TypeError: `model` is not a transformers model, or `scales` are not `KVScales`.
-        UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is not a number of
-            tokens, or the scales are for another model, key_dtype or rotate_keys.
+        UsageError: the model cannot be served (`unsupported_reason`; the message says what to use), `max_cache_len` is
+            not a number of tokens, or the scales are for another model, key_dtype or rotate_keys.
     """
 
     def __init__(
@@ -119,7 +131,9 @@ class FP8Cache(Cache):
         )  # fmt: skip
         super().__init__(layers=layers)
         self.groups = groups
-        self._plain = [layer for layer in layers if isinstance(layer, CacheLayerMixin) and not isinstance(layer, FP8Layer)]
+        self._plain = [
+            layer for layer in layers if isinstance(layer, CacheLayerMixin) and not isinstance(layer, FP8Layer)
+        ]
         self._states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self._in_place = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)]
         self.identity = files.identity(model, specs)
@@ -132,9 +146,11 @@ class FP8Cache(Cache):
         Args:
             path: the file. The folders above it are made.
             seqs: numbers of the sequences in the batch, in the order that `load` gives them. None: all.
-            tokens: `[B, length]` ids of all tokens that the cache holds, for `load` to compare. None: the file does not know its prompt.
+            tokens: `[B, length]` ids of all tokens that the cache holds, for `load` to compare. None: the file does not
+                know its prompt.
         Raises:
-            ValueError: the cache has no tokens yet, there is no such sequence, or `tokens` have another shape than the cache.
+            ValueError: the cache has no tokens yet, there is no such sequence, or `tokens` have another shape than the
+                cache.
         """
         self._check()
         files.save(self, path, seqs, tokens)
@@ -157,17 +173,24 @@ class FP8Cache(Cache):
         Args:
             path: the file. Only tensors and strings are read; nothing in it is executed.
             model: the same model, in the same dtype. Its attention implementation is set to `fp8_kv`.
-            tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they are not compared.
+            tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they
+                are not compared.
             max_cache_len, exact, batch_invariant, backend: as `FP8Cache` takes them.
-            device: the device of the pages. None: those of the model's layers; of a model that is offloaded whole they are not known.
+            device: the device of the pages. None: those of the model's layers; of a model that is offloaded whole they
+                are not known.
         Raises:
-            UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what differs.
+            UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what
+                differs.
         """
         of = transformers_model(model)
 
         def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
-            cache = cls.__new__(cls)  # means and the choice of layers are in the file, so the model's weights are not read
-            cache._build(of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, backend)
+            cache = cls.__new__(
+                cls
+            )  # means and the choice of layers are in the file, so the model's weights are not read
+            cache._build(
+                of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, backend
+            )
             return cache
 
         return files.load(build, path, of, tokens, max_cache_len, device, backend)
@@ -177,19 +200,22 @@ class FP8Cache(Cache):
         """The pages of all FP8 layers; None before the first tokens.
 
         Raises:
-            ValueError: the FP8 layers have several shapes, windows or devices, and so several `PagedKVCache`s, those of `groups`.
+            ValueError: the FP8 layers have several shapes, windows or devices, and so several `PagedKVCache`s, those of
+                `groups`.
         """
         if len(self.groups) > 1:
             raise ValueError(
-                f"the FP8 layers of this model have {len(self.groups)} shapes, windows or devices, each with its own pages. "
-                "cache.pages(layer) has those of a layer, [group.paged for group in cache.groups] those of all"
+                f"the FP8 layers of this model have {len(self.groups)} shapes, windows or devices, each with its own "
+                f"pages. cache.pages(layer) has those of a layer, [group.paged for group in cache.groups] those of all"
             )
         return self.groups[0].paged
 
     def pages(self, layer: int) -> KVPages:
         """The pages of the model's layer `layer`, which must be in FP8."""
         if layer not in self.fp8_layers or (paged := self.layers[layer].shared.paged) is None:
-            raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward")
+            raise ValueError(
+                f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward"
+            )
         return paged.pages(self.layers[layer].slot)
 
     @property
@@ -228,7 +254,9 @@ class FP8Cache(Cache):
         return self.update(*args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
+        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be
+        empty.
+        """
         if layer_idx == 0:  # before a forward, not in it
             self._check()
         return super().get_seq_length(layer_idx)
@@ -238,8 +266,9 @@ class FP8Cache(Cache):
         self._check()
         if not query_length:
             raise ValueError(
-                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts as many from the "
-                "prompt, which it takes as the whole conversation. For another prompt make a new cache, or call reset()"
+                f"a forward of no new tokens. This cache holds {int(self.get_seq_length())} tokens, and generate cuts "
+                f"as many from the prompt, which it takes as the whole conversation. For another prompt make a new "
+                f"cache, or call reset()"
             )
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -254,16 +283,20 @@ class FP8Cache(Cache):
         if self._agree():
             return
         lengths = self._lengths()
-        held = [f"layers {ranges(i for i, x in lengths.items() if x == n)} hold {n} tokens" for n in sorted({*lengths.values()})]
+        held = [
+            f"layers {ranges(i for i, x in lengths.items() if x == n)} hold {n} tokens"
+            for n in sorted({*lengths.values()})
+        ]
         states = ", and states of linear layers have changed" if len(held) == 1 else ""
         raise RuntimeError(
-            f"the layers of this cache do not hold the same tokens: {', '.join(held)}{states}. The last forward was interrupted, or did "
-            "not run every layer. To go on, call cache.crop(0), which drops what only some layers hold, or cache.reset() and prefill again"
+            f"the layers of this cache do not hold the same tokens: {', '.join(held)}{states}. The last forward was "
+            f"interrupted, or did not run every layer. To go on, call cache.crop(0), which drops what only some layers "
+            f"hold, or cache.reset() and prefill again"
         )
 
     def _agree(self) -> bool:
-        """Whether all layers hold the same tokens, as far as it can be seen. It waits for the GPU only after a forward of a static cache
-        outside of compiled code, if there are layers in 16 bits or several `groups`."""
+        """Whether all layers hold the same tokens, as far as it can be seen. It waits for the GPU only after a forward
+        of a static cache outside of compiled code, if there are layers in 16 bits or several `groups`."""
         made = [group.paged for group in self.groups if group.paged is not None]
         if not all(paged.is_complete for paged in made):
             return False
@@ -271,8 +304,12 @@ class FP8Cache(Cache):
             return True
         if made and all(paged.is_unseen for paged in made):
             return True
-        lengths = {group.layers[0].held for group in self.groups} | {int(layer.get_seq_length()) for layer in self._plain}
-        return len(lengths) == 1 and not (lengths == {0} and any(any(layer.has_previous_state.values()) for layer in self._states))
+        lengths = {group.layers[0].held for group in self.groups} | {
+            int(layer.get_seq_length()) for layer in self._plain
+        }
+        return len(lengths) == 1 and not (
+            lengths == {0} and any(any(layer.has_previous_state.values()) for layer in self._states)
+        )
 
     def _lengths(self) -> dict[int, int]:
         """Number of tokens of each layer of attention, by its number."""
@@ -292,12 +329,17 @@ class FP8Cache(Cache):
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 lost = length >= layer.sliding_window and not layer.record_past
             else:
-                lost = isinstance(layer, StaticLayer) and layer.is_sliding and (length > layer.max_cache_len or not hasattr(layer, "crop"))
+                lost = (
+                    isinstance(layer, StaticLayer)
+                    and layer.is_sliding
+                    and (length > layer.max_cache_len or not hasattr(layer, "crop"))
+                )
             if lost and length > kept:
                 raise RuntimeError(
-                    f"layer {index} cannot go back from {length} to {kept} tokens: in 16 bits, it has a state or a window of the last. "
-                    "Call cache.reset() and prefill again. (Windows and convolutions of a growing cache can go back if "
-                    "cache.activate_past_recording() was called before the forward whose tokens are dropped.)"
+                    f"layer {index} cannot go back from {length} to {kept} tokens: in 16 bits, it has a state or a "
+                    f"window of the last. Call cache.reset() and prefill again. (Windows and convolutions of a growing "
+                    f"cache can go back if cache.activate_past_recording() was called before the forward whose tokens "
+                    f"are dropped.)"
                 )
         for group in self.groups:
             group.check_crop(kept)
@@ -305,19 +347,21 @@ class FP8Cache(Cache):
     # Moving sequences
 
     def _move(self, method: str, argument: Any) -> None:
-        """Call `method` once for the FP8 layers of each shape and on every 16-bit layer. If a layer does not have it, call nothing."""
+        """Call `method` once for the FP8 layers of each shape and on every 16-bit layer. If a layer does not have it,
+        call nothing.
+        """
         self._check()
         make_normal(self._in_place)
         if self._states and not hasattr(LinearAttentionLayer, method):
             states = ranges(i for i, layer in enumerate(self.layers) if layer in self._states)
             raise ValueError(
-                f"{method} needs layers of attention alone: transformers' linear layers ({states}) cannot do it. Give the prompt to "
-                "generate with the final batch"
+                f"{method} needs layers of attention alone: transformers' linear layers ({states}) cannot do it. Give "
+                f"the prompt to generate with the final batch"
             )
         if lacking := [i for i, layer in enumerate(self.layers) if not hasattr(layer, method)]:
             raise ValueError(
-                f"{method} needs a cache that grows: transformers' static 16-bit layers ({ranges(lacking)}) have none. Make the FP8Cache "
-                "without max_cache_len"
+                f"{method} needs a cache that grows: transformers' static 16-bit layers ({ranges(lacking)}) have none. "
+                f"Make the FP8Cache without max_cache_len"
             )
         for group in self.groups:  # it checks the argument before it changes anything
             getattr(group, method)(argument)
@@ -327,7 +371,9 @@ class FP8Cache(Cache):
         """Call a method of those `layers` that are in 16 bits, and of states."""
         for layer in layers:
             if not isinstance(layer, FP8Layer) or isinstance(layer, FP8HybridLayer):
-                getattr(LinearAttentionLayer if isinstance(layer, FP8HybridLayer) else type(layer), method)(layer, *args)
+                getattr(LinearAttentionLayer if isinstance(layer, FP8HybridLayer) else type(layer), method)(
+                    layer, *args
+                )
 
     def __copy__(self) -> FP8Cache:
         """Raise TypeError, as `PagedKVCache` does: a shallow copy would append to the pages of this cache."""
@@ -340,7 +386,9 @@ class FP8Cache(Cache):
             group.reset()
         self._call(self.layers, "reset")
         for layer in self.layers:
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized:  # older transformers keep zeros as tokens
+            if (
+                type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized
+            ):  # older transformers keep zeros as tokens
                 layer.keys, layer.values, layer.is_initialized = None, None, False
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -352,10 +400,16 @@ class FP8Cache(Cache):
             ValueError: the number is positive.
             RuntimeError: a layer cannot go back so far. Nothing was changed.
         """
-        if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dtype == torch.int64 and not tokens_to_remove.dim():
+        if (
+            isinstance(tokens_to_remove, torch.Tensor)
+            and tokens_to_remove.dtype == torch.int64
+            and not tokens_to_remove.dim()
+        ):
             tokens_to_remove = int(tokens_to_remove)
         if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}")
+            raise ValueError(
+                f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}"
+            )
         lengths = self._lengths()
         kept = max(0, min(lengths.values()) + int(tokens_to_remove))
         if not kept:

@@ -12,7 +12,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from ...errors import UsageError
 from ...formats.spec import PageSpec
 
-# Types of layers, as transformers names them. K and V of these grow with the tokens. "hybrid" ones have the state of a linear layer, too.
+# Types of layers, as transformers names them. K and V of these grow with the tokens. "hybrid" ones have the state of a
+# linear layer, too.
 FULL_LAYER_TYPES = ("full_attention", "hybrid")
 WINDOWED_LAYER_TYPES = ("sliding_attention", "chunked_attention")
 STATE_LAYER_TYPES = ("linear_attention", "conv")  # a state of constant size, and no K and V
@@ -71,7 +72,9 @@ class LayerSpec:
 
     @property
     def in_pages(self) -> bool:
-        """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless its `skip_layers` or its biases keep it in 16 bits."""
+        """Whether its K and V are in 8-bit pages of an `FP8Cache`, unless its `skip_layers` or its biases keep it in 16
+        bits.
+        """
         return self.is_full or self.is_windowed
 
     def in_pages_of(self, max_cache_len: int | None) -> bool:
@@ -95,7 +98,8 @@ def _checked(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def unsupported_reason(config: PreTrainedConfig) -> str | None:
-    """Why `FP8Cache` cannot serve a model with this config, in one line; None if it can. Only the config is read, no weights.
+    """Why `FP8Cache` cannot serve a model with this config, in one line; None if it can. Only the config is read, no
+    weights.
 
     Raises:
         TypeError: `config` is not the config of a model.
@@ -108,15 +112,15 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
     for index, layer in enumerate(layers):
         if layer.kind not in (*FULL_LAYER_TYPES, *UNQUANTIZED_LAYER_TYPES):
             return (
-                f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding, chunked and linear "
-                f"attention. {_USE_DYNAMIC}"
+                f"layer {index} of {config.model_type!r} is of type {layer.kind!r}; FP8Cache holds full, sliding, "
+                f"chunked and linear attention. {_USE_DYNAMIC}"
             )
     if config.model_type in REFUSED:
         return f"{config.model_type!r} {REFUSED[config.model_type]}. {_USE_DYNAMIC}"
     if not calls_attention_interface(config):
         return (
-            f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads 8-bit pages. "
-            f"{_USE_DYNAMIC}"
+            f"{config.model_type!r} computes its attention itself: it never calls the attention function that reads "
+            f"8-bit pages. {_USE_DYNAMIC}"
         )
     # Those of the full-attention layers, if there are any: other sliding layers stay in 16 bits.
     paged = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
@@ -125,8 +129,8 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
     v_head_dim, head_dims = getattr(config, "v_head_dim", None), {layer.head_dim for layer in paged}
     if v_head_dim is not None and v_head_dim not in head_dims:
         return (
-            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(head_dims)))} and V of {v_head_dim}; FP8 pages hold one "
-            f"head_dim for both. {_USE_DYNAMIC}"
+            f"{config.model_type!r} has K of head_dim {', '.join(map(str, sorted(head_dims)))} and V of {v_head_dim}; "
+            f"FP8 pages hold one head_dim for both. {_USE_DYNAMIC}"
         )
     return None
 
@@ -136,8 +140,8 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
 
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no layer that `FP8Cache`
-            would have in 8 bits.
+        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no layer
+            that `FP8Cache` would have in 8 bits.
     """
     if _checked(config).is_encoder_decoder:
         raise UsageError(
@@ -151,13 +155,13 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     ranks = [rank for layer in configs if (rank := getattr(layer, "kv_lora_rank", None)) is not None]
     if ranks:
         raise UsageError(
-            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={ranks[0]}): it caches latents, or K and V of different "
-            f"sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
+            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={ranks[0]}): it caches latents, or K "
+            f"and V of different sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
         )
     if cross := getattr(config, "cross_attention_layers", None):
         raise UsageError(
-            f"{config.model_type!r} has cross-attention layers ({', '.join(map(str, cross))}), and fp8attn has no cache for them. "
-            f"{_USE_DYNAMIC}"
+            f"{config.model_type!r} has cross-attention layers ({', '.join(map(str, cross))}), and fp8attn has no "
+            f"cache for them. {_USE_DYNAMIC}"
         )
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):  # transformers < 5.20: one set of options for all layers
@@ -168,20 +172,27 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     unlike = {(id(layer), kind): layer for kind, layer in zip(kinds, configs, strict=True)}
     heads = {(number, kind): heads_of(layer, kind) for (number, kind), layer in unlike.items()}
     specs = [
-        LayerSpec(kind, *heads[id(layer), kind], given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given)
+        LayerSpec(
+            kind, *heads[id(layer), kind], given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given
+        )
         for kind, given, layer in zip(kinds, options, configs, strict=True)
     ]
     if not any(spec.in_pages for spec in specs):
         raise UsageError(
             f"no layer would be in FP8: every layer of {config.model_type!r} is of a type whose cache does not grow "
-            f"({', '.join(sorted(set(kinds)))}), and has no sliding window of {SHORTEST_WINDOW} tokens or more. {_USE_DYNAMIC}"
+            f"({', '.join(sorted(set(kinds)))}), and has no sliding window of {SHORTEST_WINDOW} tokens or more. "
+            f"{_USE_DYNAMIC}"
         )
     return specs
 
 
 def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
     """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer of this kind with this config."""
-    heads, kv_heads, head_dim = config.num_attention_heads, getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    heads, kv_heads, head_dim = (
+        config.num_attention_heads,
+        getattr(config, "num_key_value_heads", None),
+        getattr(config, "head_dim", None),
+    )
     if kind == "full_attention":  # of Gemma 4 before transformers 5.20, where its layers have no configs of their own
         head_dim = getattr(config, "global_head_dim", None) or head_dim
         if getattr(config, "attention_k_eq_v", False):
@@ -190,7 +201,8 @@ def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
 
 
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers; if it has none, of those with a sliding window.
+    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers; if it has none, of those with a
+    sliding window.
 
     Raises:
         UsageError: as `layers_of`; or these layers have different shapes.
@@ -200,7 +212,9 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
     shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
     if len(shapes) > 1:
         kind = full[0].kind.replace("_", "-")
-        raise UsageError(f"the {kind} layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}")
+        raise UsageError(
+            f"the {kind} layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}"
+        )
     return full[0].num_q_heads, full[0].num_kv_heads, full[0].head_dim
 
 
@@ -210,18 +224,22 @@ def has_softcap(config: PreTrainedConfig) -> bool:
 
 
 def has_sinks(config: PreTrainedConfig) -> bool:
-    """Whether the model's attention has sinks. They are parameters, which a config does not list. But a model with sinks lists them in the
-    plan that splits it over GPUs."""
+    """Whether the model's attention has sinks. They are parameters, which a config does not list. But a model with
+    sinks lists them in the plan that splits it over GPUs."""
     config = decoder_config(config)
-    return config.model_type == "gpt_oss" or any("sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ())
+    return config.model_type == "gpt_oss" or any(
+        "sinks" in name for name in getattr(config, "base_model_tp_plan", None) or ()
+    )
 
 
 def calls_attention_interface(config: PreTrainedConfig) -> bool:
-    """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention itself."""
+    """Whether the model with this decoder's config calls transformers' attention interface, or computes its attention
+    itself.
+    """
     return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
 
 
 def cache_keyword(model: Any) -> str:
-    """The keyword by which a model, or what is called as one, takes its cache. transformers 5.24 calls it `cache`, and warns of
-    `past_key_values`, its name before."""
+    """The keyword by which a model, or what is called as one, takes its cache. transformers 5.24 calls it `cache`, and
+    warns of `past_key_values`, its name before."""
     return "cache" if "cache" in inspect.signature(getattr(model, "forward", model)).parameters else "past_key_values"

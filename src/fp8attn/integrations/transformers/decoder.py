@@ -32,16 +32,19 @@ def check_layers(model: PreTrainedModel) -> None:
     modules, name = dict(decoder_modules(model)), type(model).__name__
     if not modules:
         raise UsageError(
-            f"no module of {name} has the config of its text model ({config.model_type!r}), so its layers cannot be found. Give both the "
-            "same config, or pass the text model: FP8Cache(model.language_model)"
+            f"no module of {name} has the config of its text model ({config.model_type!r}), so its layers cannot be "
+            f"found. Give both the same config, or pass the text model: FP8Cache(model.language_model)"
         )
-    numbers = {vars(module).get("layer_idx") for each, module in modules.items() if not {"mtp", "nextn"} & {*each.split(".")}}
+    numbers = {
+        vars(module).get("layer_idx") for each, module in modules.items() if not {"mtp", "nextn"} & {*each.split(".")}
+    }
     found = {i for i in numbers if isinstance(i, int) and i >= 0}
     needed = {i for i, kind in enumerate(kinds) if kind not in EMPTY_LAYER_TYPES}
     if hasattr(config, "num_layers_per_stack") or not found:  # layers that run in loops have several numbers in a cache
         return
     if not needed <= found or max(found) >= max(len(kinds), config.num_hidden_layers):
         raise UsageError(
-            f"{name} has the layers {ranges(found)}, and its config has {len(kinds)}: layers were removed or added. Set the config's "
-            "num_hidden_layers (and layer_types) to those of the model, and layer_idx of their attention to 0, 1, 2, ..."
+            f"{name} has the layers {ranges(found)}, and its config has {len(kinds)}: layers were removed or added. "
+            f"Set the config's num_hidden_layers (and layer_types) to those of the model, and layer_idx of their "
+            f"attention to 0, 1, 2, ..."
         )

@@ -1,4 +1,6 @@
-"""The devices that a model's layers run on. A device map (`from_pretrained(..., device_map="auto")`) divides them among several."""
+"""The devices that a model's layers run on. A device map (`from_pretrained(..., device_map="auto")`) divides them among
+several.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from .decoder import decoder_modules
 
 
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
-    """The device on which each layer of the decoder attends: that of its weights, or that to which accelerate moves offloaded ones."""
+    """The device on which each layer of the decoder attends: that of its weights, or that to which accelerate moves
+    offloaded ones.
+    """
     devices = [model.device] * num_layers
     if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) < 2:
         return devices

@@ -1,4 +1,6 @@
-"""Full-attention layers that a static `FP8Cache` has in 16 bits, and tensors of 16-bit layers that are changed in place."""
+"""Full-attention layers that a static `FP8Cache` has in 16 bits, and tensors of 16-bit layers that are changed in
+place.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from transformers.cache_utils import StaticLayer
 
 
 class KeptLayer(StaticLayer):
-    """transformers' static layer, with the moves of sequences that the FP8 layers beside it have. What is moved stays in the same tensors,
-    because compiled code and CUDA graphs refer to them."""
+    """transformers' static layer, with the moves of sequences that the FP8 layers beside it have. What is moved stays
+    in the same tensors, because compiled code and CUDA graphs refer to them."""
 
     is_croppable = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` tokens. The next ones are written over them, and masks hide them until then."""
+        """Drop the last `-tokens_to_remove` tokens. The next ones are written over them, and masks hide them until
+        then.
+        """
         self.cumulative_length.add_(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -34,8 +38,8 @@ class KeptLayer(StaticLayer):
 
 
 def make_normal(layers: Iterable[Any]) -> bool:
-    """Replace tensors of transformers' layers that were made under `torch.inference_mode` by copies, because they cannot be changed in
-    place outside of it. Returns whether there were any."""
+    """Replace tensors of transformers' layers that were made under `torch.inference_mode` by copies, because they
+    cannot be changed in place outside of it. Returns whether there were any."""
     if torch.is_inference_mode_enabled():
         return False
     changed = False

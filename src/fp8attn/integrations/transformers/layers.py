@@ -22,14 +22,15 @@ from .config import has_sinks, has_softcap, layers_of
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 UNCOMPILED = (
-    "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For a larger batch whose "
-    "first forward is compiled with fullgraph=True, call cache.early_initialization(batch_size, num_kv_heads, head_dim, dtype, device) "
-    "before. A cache without max_cache_len cannot be in such code"
+    "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For "
+    "a larger batch whose first forward is compiled with fullgraph=True, call cache.early_initialization(batch_size, "
+    "num_kv_heads, head_dim, dtype, device) before. A cache without max_cache_len cannot be in such code"
 )
 
 
 class FP8Layers:
-    """The FP8 layers of a cache that have one shape, window and device, and what they share: a `PagedKVCache`, which is made when the first
+    """The FP8 layers of a cache that have one shape, window and device, and what they share: a `PagedKVCache`, which is
+    made when the first
     K and V show its shape (with tensor parallelism a layer has a share of its heads).
 
     Attributes:
@@ -43,7 +44,8 @@ class FP8Layers:
     """
 
     def __init__(
-        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool, batch_invariant: bool,
+        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool,
+        batch_invariant: bool,
         backend: BackendName, shape: tuple[int, int, int | None], device: torch.device,
     ) -> None:  # fmt: skip
         self.shape, self.device, self.window = shape, device, shape[-1]
@@ -56,7 +58,9 @@ class FP8Layers:
         self.recording = False
 
     def make_early(self) -> None:
-        """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others (`other_shape`)."""
+        """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others
+        (`other_shape`).
+        """
         if self.device.type == "meta":
             return
         num_kv_heads, head_dim, _ = self.shape
@@ -76,7 +80,8 @@ class FP8Layers:
         if spec.refusal is not None:
             raise ValueError(
                 f"layer {index} has a K of head_dim {spec.k_dim} and a V of {spec.v_dim}: {spec.refusal}. "
-                f"Keep such layers in 16 bits (FP8Cache(model, skip_layers=[{index}, ...])), or use transformers' own cache"
+                f"Keep such layers in 16 bits (FP8Cache(model, skip_layers=[{index}, ...])), or use transformers' own "
+                f"cache"
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
         scales = [layer.scales for layer in self.layers if layer.scales is not None]
@@ -104,7 +109,9 @@ class FP8Layers:
         return self.paged
 
     def _attention(self, batch: int) -> set[Attention]:
-        """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not see."""
+        """How the model's layers attend, for `Ahead`. Sequences of a batch may have padding, which the cache does not
+        see.
+        """
         options = options_of(
             window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact,
             batch_invariant=self.batch_invariant,
@@ -119,26 +126,29 @@ class FP8Layers:
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def other_shape(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
-        """Handle a K of another shape or device than the pages. An unused static cache and an empty growing one take another batch. All
-        else raises ValueError."""
+        """Handle a K of another shape or device than the pages. An unused static cache and an empty growing one take
+        another batch. All else raises ValueError."""
         paged = self.paged
         assert paged is not None
         if self.unused:
             self.paged = None  # before its memory is allocated again
             return self.make(index, key_states, value_states)
         if key_states.device != paged.device:
-            raise ValueError(f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache there")
+            raise ValueError(
+                f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache "
+                f"there"
+            )
         batch, num_kv_heads, _, head_dim = key_states.shape
         if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
             raise ValueError(
-                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and by the model's config it has {paged.num_kv_heads} of "
-                f"{paged.head_dim}. Use a new FP8Cache for another model; keep layers of another shape in 16 bits "
-                f"(FP8Cache(model, skip_layers=[{index}, ...]))"
+                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and by the model's config it has "
+                f"{paged.num_kv_heads} of {paged.head_dim}. Use a new FP8Cache for another model; keep layers of "
+                f"another shape in 16 bits (FP8Cache(model, skip_layers=[{index}, ...]))"
             )
         if self.max_cache_len is not None or paged.num_pages:
             raise ValueError(
-                f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a new FP8Cache for "
-                "another batch"
+                f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a "
+                f"new FP8Cache for another batch"
             )
         paged.select([0] * batch)
         return paged
@@ -168,27 +178,34 @@ class FP8Layers:
             self.paged.table.recording = recording
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of them writes."""
+        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of
+        them writes.
+        """
         self._select(beam_idx.tolist(), "reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         if self.paged is not None:
             if repeats * self.paged.num_seqs > MOST_SEQUENCES:
-                raise ValueError(f"a cache has at most {MOST_SEQUENCES:,} sequences; got {self.paged.num_seqs} to repeat {repeats:,} times")
+                raise ValueError(
+                    f"a cache has at most {MOST_SEQUENCES:,} sequences; got {self.paged.num_seqs} to repeat "
+                    f"{repeats:,} times"
+                )
             self._select([i for i in range(self.paged.num_seqs) for _ in range(repeats)], "batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` selects (numbers, or a mask)."""
-        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices")
+        self._select(
+            (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices"
+        )
 
     def _select(self, indices: list[int], what: str) -> None:
         if self.paged is None:
             return
         if self.max_cache_len is not None and len(indices) != self.paged.num_seqs:
             raise ValueError(
-                f"{what} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use max_cache_len=None, or "
-                "give the prompt to generate with the final batch"
+                f"{what} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use "
+                f"max_cache_len=None, or give the prompt to generate with the final batch"
             )
         self.paged.select(indices)
 
@@ -237,15 +254,18 @@ class FP8Layer(CacheLayerMixin):
         """Make the pages of all FP8 layers for K and V of this shape."""
         self.shared.make(self.index, key_states, value_states)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize and append new tokens, and return K and V of all tokens.
 
         Args:
             key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
         Returns:
-            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values past the tokens are
-            zero. A layer with a window returns those of its queries' windows, as transformers' growing layers do. They are
-            `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain dequantized tensors.
+            K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values
+            past the tokens are zero. A layer with a window returns those of its queries' windows, as transformers'
+            growing layers do. They are `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain
+            dequantized tensors.
         Raises:
             RuntimeError: an input requires a gradient.
             ValueError: the batch, number of heads or head_dim has changed.
@@ -269,17 +289,27 @@ class FP8Layer(CacheLayerMixin):
             shared.length = paged.max_seqlen or paged.lengths[0]
         length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
         if shared.implementation == ATTN_IMPLEMENTATION:
-            held = (batch, heads, length, head_dim), key_states.dtype, paged.backend, shared.exact, shared.batch_invariant, shared.window
+            held = (
+                (batch, heads, length, head_dim),
+                key_states.dtype,
+                paged.backend,
+                shared.exact,
+                shared.batch_invariant,
+                shared.window,
+            )
             return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(
-                f"FP8Cache under attn_implementation={shared.implementation!r} dequantizes all of its K and V in every layer at every "
-                f"step, which is slower than a 16-bit cache. Call model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
+                f"FP8Cache under attn_implementation={shared.implementation!r} dequantizes all of its K and V in every "
+                f"layer at every step, which is slower than a 16-bit cache. Call "
+                f"model.set_attn_implementation({ATTN_IMPLEMENTATION!r})",
                 stacklevel=2,
             )
         last = shared.window is not None
-        return dequantize(pages, "k", length, key_states.dtype, last), dequantize(pages, "v", length, key_states.dtype, last)
+        return dequantize(pages, "k", length, key_states.dtype, last), dequantize(
+            pages, "v", length, key_states.dtype, last
+        )
 
     # Sizes, for transformers
 
@@ -292,13 +322,17 @@ class FP8Layer(CacheLayerMixin):
         return held + query_length - first, first
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be empty."""
+        """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be
+        empty.
+        """
         paged = self.shared.paged
         if paged is None or (self.shared.unused and not torch.compiler.is_compiling()):
             return 0
         if paged.max_seqlen is None:
             return paged.lengths[0]
-        return paged.pages(self.slot).cache_seqlens[0].long()  # a copy, because the caller uses it after the next append
+        return (
+            paged.pages(self.slot).cache_seqlens[0].long()
+        )  # a copy, because the caller uses it after the next append
 
     @property
     def held(self) -> int:
@@ -311,7 +345,9 @@ class FP8Layer(CacheLayerMixin):
 
     def reset(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError, like every method that would move the sequences of only this layer."""
-        raise NotImplementedError("the FP8 layers of a cache share one page table: call reset, crop, reorder_cache, ... on the FP8Cache")
+        raise NotImplementedError(
+            "the FP8 layers of a cache share one page table: call reset, crop, reorder_cache, ... on the FP8Cache"
+        )
 
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = reset
 
@@ -327,8 +363,8 @@ class FP8Layer(CacheLayerMixin):
 class FP8SlidingLayer(FP8Layer):
     """A layer with a sliding window, whose pages are given back when no later query sees them (`PageTable.reserve`).
 
-    The tokens of the last forward can be cropped, and 64 more (`page_table.SLACK`). After `activate_past_recording`, which assisted
-    decoding calls, all tokens since the last crop can, as in transformers' own layers.
+    The tokens of the last forward can be cropped, and 64 more (`page_table.SLACK`). After `activate_past_recording`,
+    which assisted decoding calls, all tokens since the last crop can, as in transformers' own layers.
     """
 
     is_sliding = True
@@ -354,7 +390,8 @@ class FP8SlidingLayer(FP8Layer):
 
 
 class FP8HybridLayer(FP8Layer, LinearAttentionLayer):
-    """A layer with full attention and, beside it, the state of a linear layer, as Falcon-H1 has. K and V are in FP8, the state in 16 bits.
+    """A layer with full attention and, beside it, the state of a linear layer, as Falcon-H1 has. K and V are in FP8,
+    the state in 16 bits.
 
     Args:
         index, shared, scales, rotate_keys: as `FP8Layer` takes them.
@@ -370,5 +407,7 @@ class FP8HybridLayer(FP8Layer, LinearAttentionLayer):
         FP8Layer.__init__(self, index, shared, scales=scales, rotate_keys=rotate_keys)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make the pages for K and V, which are given by position, or the state, whose tensors have names (as in transformers)."""
+        """Make the pages for K and V, which are given by position, or the state, whose tensors have names (as in
+        transformers).
+        """
         (LinearAttentionLayer if kwargs else FP8Layer).lazy_initialization(self, *args, **kwargs)

@@ -1,14 +1,14 @@
 """The mask function that is registered in transformers as `fp8_kv`, and `CompactMask`, which it returns.
 
-A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve both. A mask that
-is causal, with padding on the left at most, is one of two:
+A model makes one mask for all its layers of a type. Some of them are in FP8 and some in 16 bits, so the mask must serve
+both. A mask that is causal, with padding on the left at most, is one of two:
 
 - None: causal without padding, and no longer than the window, in models without layers that share K and V.
 - `CompactMask`: the first and the last token that each sequence's queries may see, and the window.
 
-FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Masks of windows that no FP8 layer has
-(`config.SHORTEST_WINDOW`), and of chunks, are what `sdpa` gets. Any other mask is what `sdpa` would get, and FP8
-layers refuse it.
+FP8 layers take the first token as `leftpad_k`; 16-bit layers expand blocks of the mask. Masks of windows that no FP8
+layer has (`config.SHORTEST_WINDOW`), and of chunks, are what `sdpa` gets. Any other mask is what `sdpa` would get, and
+FP8 layers refuse it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ _aten = torch.ops.aten
 _KEEPS = (_aten.detach.default, _aten._to_copy.default, _aten.clone.default, _aten.alias.default)
 
 _OTHER = (
-    "fp8_kv: in compiled code an attention mask must have padding on the left only (none between or after tokens), and be as long as the "
-    "cache and the new tokens together. Pad on the left (tokenizer.padding_side = 'left'), or call model.set_attn_implementation('sdpa')"
+    "fp8_kv: in compiled code an attention mask must have padding on the left only (none between or after tokens), and "
+    "be as long as the cache and the new tokens together. Pad on the left (tokenizer.padding_side = 'left'), or call "
+    "model.set_attn_implementation('sdpa')"
 )
 
 
 class CompactMask(torch.Tensor):
-    """A causal mask with padding on the left, as an int32 tensor `[1, 1, n, B]` of a type that no caller makes by accident.
+    """A causal mask with padding on the left, as an int32 tensor `[1, 1, n, B]` of a type that no caller makes by
+    accident.
 
-    transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`, too, and so are the
-    last queries, `mask[:, :, -n:]`, to which a mask says the same: Gemma 4 computes layers that share K and V for these alone. The result
-    of any other operation is a plain tensor, which FP8 layers refuse.
+    transformers passes a tensor of four dimensions through unchanged. A copy (to another device) is a `CompactMask`,
+    too, and so are the last queries, `mask[:, :, -n:]`, to which a mask says the same: Gemma 4 computes layers that
+    share K and V for these alone. The result of any other operation is a plain tensor, which FP8 layers refuse.
 
     Attributes:
         window: number of tokens that a query sees; None: all up to its own.
-        rows: int32 `[n, B]`. For each sequence the last row is the number of tokens up to the last query. If n is 2, the first row is the
-            first token that is not padding.
+        rows: int32 `[n, B]`. For each sequence the last row is the number of tokens up to the last query. If n is 2,
+            the first row is the first token that is not padding.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
@@ -104,14 +106,16 @@ def fp8_kv_mask(
     """The mask of one type of layers: None, a `CompactMask`, or what `sdpa` gets (see the module).
 
     Args:
-        batch_size, q_length, kv_length, q_offset, kv_offset: the part of the scores that the mask is for. A tensor `q_offset` (static
-            caches) is read back only to check an `attention_mask`, and not in compiled code, which checks it on the device.
+        batch_size, q_length, kv_length, q_offset, kv_offset: the part of the scores that the mask is for. A tensor
+            `q_offset` (static caches) is read back only to check an `attention_mask`, and not in compiled code, which
+            checks it on the device.
         mask_function: which query sees which key.
         attention_mask: bool `[B, tokens]`, False where a token is padding.
         local_size: the window of sliding and chunked layers, which differ in their mask functions.
     Raises:
         ValueError: `attention_mask` is shorter than the cache and the new tokens together, or there are no sequences.
-        RuntimeError: in compiled code, if `attention_mask` has holes or is too short. On a GPU the error is raised later.
+        RuntimeError: in compiled code, if `attention_mask` has holes or is too short. On a GPU the error is raised
+            later.
     """
     if not batch_size:
         raise ValueError("a batch of no sequences: give the model one sequence of tokens or more")
@@ -134,7 +138,9 @@ def fp8_kv_mask(
         real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
         start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
         last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
-        short = last.new_zeros(()) + end > width  # compiled, `end` may be a symbolic integer, of which as_tensor makes no tensor
+        short = (
+            last.new_zeros(()) + end > width
+        )  # compiled, `end` may be a symbolic integer, of which as_tensor makes no tensor
         other = (real.sum(-1) != (last - start).clamp_min(0)).any() | short  # holes, or too short
         padded = True
         if torch.compiler.is_compiling():
@@ -143,8 +149,9 @@ def fp8_kv_mask(
             padded, other, short = torch.stack([start.amax(), other.long(), short.long()]).tolist()
             if short:
                 raise ValueError(
-                    f"attention_mask is of {width} tokens, and the cache holds {int(q_offset)} and gets {q_length} new ones: pass a mask "
-                    "of all of them. For another prompt make a new cache, or call reset(); to drop the last n tokens call crop(-n)"
+                    f"attention_mask is of {width} tokens, and the cache holds {int(q_offset)} and gets {q_length} new "
+                    f"ones: pass a mask of all of them. For another prompt make a new cache, or call reset(); to drop "
+                    f"the last n tokens call crop(-n)"
                 )
             if other:
                 return sdpa_mask(**sdpa_arguments)
@@ -152,7 +159,11 @@ def fp8_kv_mask(
     begins_or_ends = isinstance(q_offset, int) and (kv_offset + kv_length == end if q_length == 1 else q_offset == 0)
     if not (padded or sliced) and in_window and begins_or_ends:
         return None
-    ends = torch.full((batch_size,), end, dtype=torch.int32, device=device) if isinstance(end, int) else end.int().expand(batch_size)
+    ends = (
+        torch.full((batch_size,), end, dtype=torch.int32, device=device)
+        if isinstance(end, int)
+        else end.int().expand(batch_size)
+    )
     return CompactMask(torch.stack([ends] if start is None or not padded else [start.int(), ends]), local_size)
 
 
@@ -210,7 +221,9 @@ def _has_plain_values(sdpa_arguments: dict[str, Any]) -> bool:
 def block_of(
     mask: torch.Tensor | None, causal: bool, q_length: int, kv_length: int, begin: int, stop: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Queries `begin` to `stop` of a mask, expanded to `[B or 1, 1, stop - begin, kv_length]`; None if they see every key."""
+    """Queries `begin` to `stop` of a mask, expanded to `[B or 1, 1, stop - begin, kv_length]`; None if they see every
+    key.
+    """
     if mask is not None and not isinstance(mask, CompactMask):
         return mask[:, :, begin:stop] if mask.shape[2] > 1 else mask
     queries, keys = torch.arange(begin, stop, device=device), torch.arange(kv_length, device=device)

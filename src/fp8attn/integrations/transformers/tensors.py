@@ -16,12 +16,15 @@ from ...params import BackendName
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = {
-    "_pool": "pool", "_page_table": "page_table", "_cache_seqlens": "cache_seqlens", "_stored_k_mean": "format.stored_k_mean",
+    "_pool": "pool", "_page_table": "page_table", "_cache_seqlens": "cache_seqlens",
+    "_stored_k_mean": "format.stored_k_mean",
     "_v_mean": "format.v_mean",
 }  # fmt: skip
 
 
-def dequantize(pages: KVPages, which: Literal["k", "v"], length: int, dtype: torch.dtype, last: bool = False) -> torch.Tensor:
+def dequantize(
+    pages: KVPages, which: Literal["k", "v"], length: int, dtype: torch.dtype, last: bool = False
+) -> torch.Tensor:
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
@@ -43,43 +46,55 @@ def dequantize(pages: KVPages, which: Literal["k", "v"], length: int, dtype: tor
     x = pages.dequantize(which, ids, torch.float32)
     token = first + lengths.new_ones(length).cumsum(0) - 1
     if last:
-        x = x.gather(2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+        x = x.gather(
+            2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        )
     x = x[:, :, :length]
-    x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))  # the table may have fewer columns than `length` needs
+    x = torch.nn.functional.pad(
+        x, (0, 0, 0, length - x.shape[2])
+    )  # the table may have fewer columns than `length` needs
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
     return torch.where((token < lengths)[:, None, :, None], x, 0.0).to(dtype)
 
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:
-    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`. In a decode step it makes one torch call instead of two."""
+    """`[B, heads, S, head_dim]` as `[B * S, heads, head_dim]`.
+    In a decode step it makes one torch call instead of two.
+    """
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 class PagedTensor(torch.Tensor):
-    """K or V of an FP8 layer: a tensor `[B, num_kv_heads, S, head_dim]` in the model's dtype that has no storage except the layer's pages.
+    """K or V of an FP8 layer: a tensor `[B, num_kv_heads, S, head_dim]` in the model's dtype that has no storage except
+    the layer's pages.
 
-    The attention function reads the pages (`pages_of`). Every other operation dequantizes first. `data_ptr()` is 0, so a kernel that takes
-    raw pointers must not get one. The cache returns it only if the model's attention implementation is `fp8_kv`.
+    The attention function reads the pages (`pages_of`). Every other operation dequantizes first. `data_ptr()` is 0, so
+    a kernel that takes raw pointers must not get one. The cache returns it only if the model's attention implementation
+    is `fp8_kv`.
     """
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(
-        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto",
+        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype,
+        backend: BackendName = "auto",
         exact: bool = False, batch_invariant: bool = False, window: int | None = None,
     ) -> PagedTensor:  # fmt: skip
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
-        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, backend: BackendName = "auto",
+        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype,
+        backend: BackendName = "auto",
         exact: bool = False, batch_invariant: bool = False, window: int | None = None,
     ) -> None:  # fmt: skip
         self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
         self.pages, self.window = pages, window
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
-    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (property(attrgetter(f"pages.{name}")) for name in _TENSORS.values())
+    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (
+        property(attrgetter(f"pages.{name}")) for name in _TENSORS.values()
+    )
     _spec, _rotate = (property(attrgetter(f"pages.format.{x}")) for x in ("name", "rotate"))
 
     def dequantize(self) -> torch.Tensor:
@@ -87,17 +102,24 @@ class PagedTensor(torch.Tensor):
         return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.window is not None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+        return (
+            f"PagedTensor({self.which!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
         return names, (
-            self._spec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant, self.window
+            self._spec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant,
+            self.window
         )  # fmt: skip
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Sequence[int], outer_stride: Sequence[int]
+        cls,
+        inner: dict[str, torch.Tensor],
+        context: tuple[Any, ...],
+        outer_size: Sequence[int],
+        outer_stride: Sequence[int],
     ) -> PagedTensor:
         spec, rotated, which, dtype, *options = context
         form = KVFormat(spec, rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
@@ -113,8 +135,8 @@ class PagedTensor(torch.Tensor):
 
 
 def pages_of(x: PagedTensor) -> KVPages:
-    """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor subclass, and of its
-    attributes traces only tensors."""
+    """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor
+    subclass, and of its attributes traces only tensors."""
     if torch.compiler.is_compiling():
         form = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean)
         return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, form)

@@ -1,4 +1,6 @@
-"""What a model's weights decide in an `FP8Cache`: static means, the rotation of E4M3 keys, and which layers stay in 16 bits."""
+"""What a model's weights decide in an `FP8Cache`: static means, the rotation of E4M3 keys, and which layers stay in 16
+bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Weights:
         batch_invariant: of the cache. Attention of layers in 16 bits is PyTorch's, which is not.
     """
 
-    def __init__(self, model: PreTrainedModel, context: int | None, scales: KVScales | None, batch_invariant: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, context: int | None, scales: KVScales | None, batch_invariant: bool
+    ) -> None:
         self.model, self.context, self.scales, self.batch_invariant = model, context, scales, batch_invariant
 
     @cached_property
@@ -41,13 +45,17 @@ class Weights:
         return tuple(index for index in losing if specs[index].in_pages_of(self.context))
 
     def keeps(self, index: int) -> bool:
-        """Whether a layer stays in 16 bits, if the user has not said which do: those that lose, unless none would be left in 8 bits."""
+        """Whether a layer stays in 16 bits, if the user has not said which do: those that lose, unless none would be
+        left in 8 bits.
+        """
         if self.batch_invariant or index not in self.losing:
             return False
         return len(self.losing) < sum(spec.in_pages_of(self.context) for spec in layers_of(self.model.config))
 
     def set_static(self, groups: list[FP8Layers]) -> None:
-        """Set the means and the rotation of these layers, which have no calibrated scales, and warn about biases that cannot be read."""
+        """Set the means and the rotation of these layers, which have no calibrated scales, and warn about biases that
+        cannot be read.
+        """
         layers = [layer for group in groups for layer in group.layers]
         relative = not codec_of(groups[0].key_dtype).is_integer  # the error of a code
         spread = spread_layers(self.model) if relative else ()
@@ -57,11 +65,14 @@ class Weights:
                 layer.k_mean, layer.v_mean = found.k_mean, found.v_mean
             if relative and (layer.index in spread or (found is not None and found.stands_out)):
                 layer.rotate_keys = False
-        if unread := sorted(layer.index for layer in layers if layer.index in self.biases and self.biases[layer.index].unread):
+        if unread := sorted(
+            layer.index for layer in layers if layer.index in self.biases and self.biases[layer.index].unread
+        ):
             warnings.warn(
-                f"biases of {type(self.model).__name__} that change K or V in layers {ranges(unread)} cannot be read, because the weights "
-                "are not loaded or the layers have a form that fp8attn does not know. These layers have no static means, and lose accuracy "
-                "if the biases are large. Calibrate: FP8Cache(model, scales=fp8attn_tools.calibrate(model, batches))",
+                f"biases of {type(self.model).__name__} that change K or V in layers {ranges(unread)} cannot be read, "
+                f"because the weights are not loaded or the layers have a form that fp8attn does not know. These "
+                f"layers have no static means, and lose accuracy if the biases are large. Calibrate: FP8Cache(model, "
+                f"scales=fp8attn_tools.calibrate(model, batches))",
                 stacklevel=3,
             )
 
@@ -70,19 +81,26 @@ class Weights:
         if not self.losing:
             return
         most = max(self.biases[index].k_step for index in self.losing)
-        why = f"RoPE rotates large biases of their keys, so no mean removes them, and 8 bits would be up to {most:.0f} times as coarse"
+        why = (
+            f"RoPE rotates large biases of their keys, so no mean removes them, and 8 bits would be up to {most:.0f} "
+            f"times as coarse"
+        )
         name, kept = type(self.model).__name__, [index for index in self.losing if index not in fp8_layers]
         if kept:
             warnings.warn(
-                f"FP8Cache keeps layers {ranges(kept)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass skip_layers={kept} "
-                "for the same without this warning, or skip_layers=() for 8 bits in all layers",
+                f"FP8Cache keeps layers {ranges(kept)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass "
+                f"skip_layers={kept} for the same without this warning, or skip_layers=() for 8 bits in all layers",
                 stacklevel=3,
             )
         else:
-            reason = "batch_invariant=True has no layer in 16 bits" if self.batch_invariant else "otherwise no layer would be"
+            reason = (
+                "batch_invariant=True has no layer in 16 bits"
+                if self.batch_invariant
+                else "otherwise no layer would be"
+            )
             warnings.warn(
-                f"layers {ranges(self.losing)} of {name} lose accuracy in 8 bits. {why}. They stay in 8 bits: {reason}. Use "
-                "transformers' own cache (DynamicCache(config=model.config)), name layers to keep in 16 bits (skip_layers=[...]), or pass "
-                "skip_layers=() for the same without this warning",
+                f"layers {ranges(self.losing)} of {name} lose accuracy in 8 bits. {why}. They stay in 8 bits: "
+                f"{reason}. Use transformers' own cache (DynamicCache(config=model.config)), name layers to keep in 16 "
+                f"bits (skip_layers=[...]), or pass skip_layers=() for the same without this warning",
                 stacklevel=3,
             )

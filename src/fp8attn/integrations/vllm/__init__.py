@@ -2,9 +2,10 @@
 
     vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM
 
-vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes. A block of vLLM is a
-page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching, offloading and transfers move blocks as
-bytes.
+vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes.
+A block of vLLM is a
+page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching, offloading and
+transfers move blocks as bytes.
 
 | file | what |
 |---|---|
@@ -18,7 +19,8 @@ bytes.
 | `impl.py` | a layer |
 | `options.py` | options from `--additional-config` |
 
-What another engine would need, too, is in `integrations/engine/`. Importing this module, `options.py` or `refused.py` does not import vLLM.
+What another engine would need, too, is in `integrations/engine/`. Importing this module, `options.py` or `refused.py`
+does not import vLLM.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its
 
 
 def register() -> None:
-    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names. It may be called again.
+    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names. It may
+    be called again.
 
-    vLLM's platform for CPUs takes no attention backend by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1, this backend replaces
-    its own, with the slow backend `reference`; for tests. Otherwise a warning says that fp8attn is not used there.
+    vLLM's platform for CPUs takes no attention backend by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1,
+    this backend replaces its own, with the slow backend `reference`; for tests. Otherwise a warning says that fp8attn
+    is not used there.
 
     A release of vLLM that was not run is refused by name when the backend is chosen.
     """
@@ -61,7 +65,9 @@ def register() -> None:
     _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
-        register_backend(AttentionBackendEnum.__members__.get(NAME, NAME), path)  # a name can be made once, and replaced any time
+        register_backend(
+            AttentionBackendEnum.__members__.get(NAME, NAME), path
+        )  # a name can be made once, and replaced any time
         copyreg.pickle(AttentionBackendEnum, _pickled)
     if not current_platform.is_cpu():
         return
@@ -76,7 +82,9 @@ def register() -> None:
 
 
 class _ToVLLM(logging.Handler):
-    """Passes messages on to loggers of vLLM, which shows no others. It may configure them later than plugins are loaded."""
+    """Passes messages on to loggers of vLLM, which shows no others. It may configure them later than plugins are
+    loaded.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         theirs = logging.getLogger(f"vllm.{record.name}")
@@ -92,7 +100,9 @@ def _show_messages() -> None:
 
 
 def _pickled(member: Any) -> Any:
-    """How `AttentionBackendEnum` is pickled for a new process. The process reads vLLM's config before it calls `register`."""
+    """How `AttentionBackendEnum` is pickled for a new process. The process reads vLLM's config before it calls
+    `register`.
+    """
     return (_registered, ()) if member.name == NAME else member.__reduce_ex__(2)
 
 
@@ -108,11 +118,14 @@ def _registered() -> Any:
 @cache  # once in a process
 def _say_what_cpus_use(on_cpu: bool) -> None:
     if on_cpu:
-        logger.warning("fp8attn: %s=1, so attention runs in fp8attn's backend reference, which is slow and made for tests", ON_CPU)
+        logger.warning(
+            "fp8attn: %s=1, so attention runs in fp8attn's backend reference, which is slow and made for tests", ON_CPU
+        )
     else:
         logger.warning(
-            "fp8attn is installed and not used: vLLM ignores --attention-backend on a CPU, and its own FP8 cache has a scale of 1.0, which "
-            "loses accuracy. For a test of fp8attn set %s=1; otherwise leave out --kv-cache-dtype fp8", ON_CPU,
+            "fp8attn is installed and not used: vLLM ignores --attention-backend on a CPU, and its own FP8 cache has a "
+            "scale of 1.0, which loses accuracy. For a test of fp8attn set %s=1; otherwise leave out --kv-cache-dtype "
+            "fp8", ON_CPU,
         )  # fmt: skip
 
 
@@ -129,11 +142,15 @@ def vllm_version() -> str:
 def unsupported_release(version: str) -> str | None:
     """Why this release of vLLM is refused, or None.
 
-    Newer ones are refused instead of warned about: what changes in vLLM (the order of a step's sequences, what a length or a table's entry
-    means, who writes K and V) would give wrong answers without an error, and a warning in a server's log does not stop them.
+    Newer ones are refused instead of warned about: what changes in vLLM (the order of a step's sequences, what a length
+    or a table's entry means, who writes K and V) would give wrong answers without an error, and a warning in a server's
+    log does not stop them.
     """
     found = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)  # development versions are on the way to the next release
     if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
         return None
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
-    return f"fp8attn works in vLLM {oldest} to {newest}, and this is vLLM {version}: install one of these, or leave out --attention-backend"
+    return (
+        f"fp8attn works in vLLM {oldest} to {newest}, and this is vLLM {version}: install one of these, or leave out "
+        f"--attention-backend"
+    )

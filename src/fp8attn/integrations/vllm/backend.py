@@ -19,7 +19,9 @@ from .supported import DTYPES, KV_CACHE_DTYPES, WHAT_TO_DO, unsupported_layer
 class FP8AttentionBackend(AttentionBackend):
     """vLLM's `AttentionBackend` describes the methods."""
 
-    forward_includes_kv_cache_update = True  # `append` needs sequences and lengths, which vLLM's separate update does not get
+    forward_includes_kv_cache_update = (
+        True  # `append` needs sequences and lengths, which vLLM's separate update does not get
+    )
     supported_dtypes = DTYPES
     supported_kv_cache_dtypes = KV_CACHE_DTYPES
 

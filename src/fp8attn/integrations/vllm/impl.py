@@ -25,7 +25,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
     """`AttentionImpl` describes the arguments.
 
     Raises:
-        UsageError: fp8attn does not support the layer or vLLM's configuration; the message has the reason and what to do.
+        UsageError: fp8attn does not support the layer or vLLM's configuration; the message has the reason and what to
+            do.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         self.engine_layer: EngineLayer | None = None  # from when the weights are loaded
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this before it asks layers for the bytes of their blocks and records CUDA graphs, and whenever it reloads weights."""
+        """vLLM calls this before it asks layers for the bytes of their blocks and records CUDA graphs, and whenever it
+        reloads weights.
+        """
         for layer in self._config.compilation_config.static_forward_context.values():
             if getattr(layer, "impl", None) is not self:
                 continue
@@ -69,32 +72,44 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             else:
                 self.engine_layer.write_static()
             for name, tensor in self.engine_layer.buffers.items():
-                layer.register_buffer(name, tensor, persistent=False)  # vLLM keeps buffers when its sleep mode discards weights
+                layer.register_buffer(
+                    name, tensor, persistent=False
+                )  # vLLM keeps buffers when its sleep mode discards weights
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
         model, name = self._config.model_config, self._target or layer.layer_name
         total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * total // ranks
-        served = ServedModel(model.model, model.revision, model.max_model_len, model.hf_text_config.num_hidden_layers, total)
+        served = ServedModel(
+            model.model, model.revision, model.max_model_len, model.hf_text_config.num_hidden_layers, total
+        )
         options = self.options
         if name.startswith("draft_model."):  # the file is not of a draft model
             options = replace(options, scales=None)
-        impls = [getattr(other, "impl", None) for other in self._config.compilation_config.static_forward_context.values()]
+        impls = [
+            getattr(other, "impl", None) for other in self._config.compilation_config.static_forward_context.values()
+        ]
         head_dims = sorted({impl.head_size for impl in impls if isinstance(impl, FP8AttentionImpl)})
         if options.scales is not None and len(head_dims) > 1:
             raise UsageError(
-                f"fp8attn cannot serve this model with the option scales: its layers have head_dim {' and '.join(map(str, head_dims))}, "
-                "and a file of scales has layers of one shape; leave it out"
+                f"fp8attn cannot serve this model with the option scales: its layers have head_dim "
+                f"{' and '.join(map(str, head_dims))}, and a file of scales has layers of one shape; leave it out"
             )
         mark = None
         if exchanges_blocks(self._config):
-            drafts = self._config.speculative_config  # a draft model's layers have the mark of the model, whose blocks they may share
+            drafts = (
+                self._config.speculative_config
+            )  # a draft model's layers have the mark of the model, whose blocks they may share
             whole = model if drafts is None else drafts.target_model_config
-            mark = mark_of(self.options, replace(served, name=whole.model, revision=whole.revision, context=whole.max_model_len))
+            mark = mark_of(
+                self.options, replace(served, name=whole.model, revision=whole.revision, context=whole.max_model_len)
+            )
         return EngineLayer(
             self.num_heads, self.num_kv_heads, self.head_size, options=self.options, device=layer._k_scale.device,
-            static=static_state(options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size),
-            softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks, writes=self._target is None,
+            static=static_state(options, served, layer_number(name), slice(first, first + self.num_kv_heads),
+            self.head_size),
+            softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
+            writes=self._target is None,
             batch_invariant=is_batch_invariant(), mark=mark, name=layer.layer_name,
         )  # fmt: skip
 
@@ -138,15 +153,23 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             blocks = getattr(other, "kv_cache", None)
             if other is layer or not isinstance(blocks, torch.Tensor) or not blocks.numel():
                 continue
-            if not isinstance(other.impl, FP8AttentionImpl):  # vLLM would clear new blocks, which two precisions can share
+            if not isinstance(
+                other.impl, FP8AttentionImpl
+            ):  # vLLM would clear new blocks, which two precisions can share
                 raise UsageError(
-                    f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM clears blocks, with what "
-                    f"fp8attn has written into them once: {remedy}"
+                    f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM "
+                    f"clears blocks, with what fp8attn has written into them once: {remedy}"
                 )
             shared = blocks.data_ptr() == kv_cache.data_ptr() and other.impl._target is None
             if shared and static_scales:
                 raise UsageError(
-                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without windows: {remedy}"
+                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without "
+                    f"windows: {remedy}"
                 )
-            if shared and other.impl.head_size != self.head_size:  # a page of one has K and V where a page of the other has its header
-                raise UsageError(f"{layer.layer_name} shares its blocks with {other.layer_name}, which has another head_dim: {remedy}")
+            if (
+                shared and other.impl.head_size != self.head_size
+            ):  # a page of one has K and V where a page of the other has its header
+                raise UsageError(
+                    f"{layer.layer_name} shares its blocks with {other.layer_name}, which has another head_dim: "
+                    f"{remedy}"
+                )

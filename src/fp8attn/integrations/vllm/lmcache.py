@@ -3,10 +3,10 @@
     vllm serve MODEL ... --kv-transfer-config '{"kv_connector": "LMCachePagesConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "fp8attn.integrations.vllm.lmcache"}'
 
-LMCache (0.5.6) takes from the shape of a layer's tensor, `[blocks, heads, tokens, bytes]`, what it copies at once. Of a page that is
-2 * head_dim + 1 bytes, and its kernels for GPUs refuse an odd number. And where a block has several pages, which are the first axis, it
-takes pages for blocks and copies the wrong ones. So it is given a view whose blocks are vLLM's, each in `SLOTS` parts. A part stands for
-several tokens, as in LMCache's own formats with compressed tokens.
+LMCache (0.5.6) takes from the shape of a layer's tensor, `[blocks, heads, tokens, bytes]`, what it copies at once. Of a
+page that is 2 * head_dim + 1 bytes, and its kernels for GPUs refuse an odd number. And where a block has several pages,
+which are the first axis, it takes pages for blocks and copies the wrong ones. So it is given a view whose blocks are
+vLLM's, each in `SLOTS` parts. A part stands for several tokens, as in LMCache's own formats with compressed tokens.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ class FP8AttentionMetadata(Step, AttentionMetadata):
 
 
 class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]):
-    """Makes the metadata of a step. A part of decodes has views of vLLM's buffers only, so CUDA graphs can replay it."""
+    """Makes the metadata of a step. A part of decodes has views of vLLM's buffers only, so CUDA graphs can
+    replay it.
+    """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = True
@@ -30,7 +32,11 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         layers = vllm_config.compilation_config.static_forward_context
-        made = {name: found for name, layer in layers.items() if (found := getattr(getattr(layer, "impl", None), "engine_layer", None))}
+        made = {
+            name: found
+            for name, layer in layers.items()
+            if (found := getattr(getattr(layer, "impl", None), "engine_layer", None))
+        }
         if device.type == "cpu":
             if (reason := unsupported_on_cpu(vllm_config)) is not None:
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
@@ -39,16 +45,23 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
-        """The most new tokens of a sequence that graphs of decodes replay. Kernels read the bounds of sequences from the device."""
+        """The most new tokens of a sequence that graphs of decodes replay. Kernels read the bounds of sequences from
+        the device.
+        """
         from vllm.v1.attention.backend import max_decode_query_len  # from vLLM 0.32, which calls this
 
         return max_decode_query_len(vllm_config)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8AttentionMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> FP8AttentionMetadata:
         step = common_attn_metadata
-        num_decodes, num_prompts, decode_tokens, _ = split_decodes_and_prefills(step, decode_threshold=self.reorder_batch_threshold)
+        num_decodes, num_prompts, decode_tokens, _ = split_decodes_and_prefills(
+            step, decode_threshold=self.reorder_batch_threshold
+        )
         found = step_of(
-            step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc, num_decodes=num_decodes,
+            step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc,
+            num_decodes=num_decodes,
             decode_tokens=decode_tokens, max_decode=self.reorder_batch_threshold if num_prompts else step.max_query_len,
             num_tokens=step.num_actual_tokens, max_seqlen=step.max_query_len, longest=step.max_seq_len,
         )  # fmt: skip
@@ -63,14 +76,18 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> FP8AttentionMetadata:
         """The metadata of a draft, `draft_index` drafts after the first.
 
-        vLLM's model runner V1 gives a draft past `max_model_len` the length 1, and the next drafts 2, 3, ..., less than any sequence has
-        then. Here it has the length 0 and is not written, because the page at its position 0 may be another request's, too.
+        vLLM's model runner V1 gives a draft past `max_model_len` the length 1, and the next drafts 2, 3, ..., less than
+        any sequence has then. Here it has the length 0 and is not written, because the page at its position 0 may be
+        another request's, too.
         """
         found = self.build(0, common_attn_metadata, fast_build=True)
         if draft_index == 0:
             return found
         return FP8AttentionMetadata(
-            tuple(replace(part, cache_seqlens=part.cache_seqlens.masked_fill(part.cache_seqlens <= draft_index, 0)) for part in found.parts)
+            tuple(
+                replace(part, cache_seqlens=part.cache_seqlens.masked_fill(part.cache_seqlens <= draft_index, 0))
+                for part in found.parts
+            )
         )
 
     def update_draft_decode_metadata(self, metadata: FP8AttentionMetadata) -> None:

@@ -1,4 +1,6 @@
-"""What vLLM says about a layer and about the options: `--additional-config '{"fp8attn": {"scales": "scales.safetensors"}}'`."""
+"""What vLLM says about a layer and about the options:
+`--additional-config '{"fp8attn": {"scales": "scales.safetensors"}}'`.
+"""
 
 from __future__ import annotations
 

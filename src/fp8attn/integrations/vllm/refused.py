@@ -1,4 +1,6 @@
-"""The backend in a release of vLLM in which fp8attn was not run. It imports nothing of vLLM, whose parts may have moved."""
+"""The backend in a release of vLLM in which fp8attn was not run. It imports nothing of vLLM, whose parts may have
+moved.
+"""
 
 from __future__ import annotations
 

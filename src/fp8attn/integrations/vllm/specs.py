@@ -1,14 +1,16 @@
 """The bytes of a vLLM block: those of a page (`PageLayout`) for each KV head of each 128 tokens.
 
-A block of more tokens has the pages of all heads for its first 128 tokens, then those for the next. vLLM knows this as blocks that a kernel
+A block of more tokens has the pages of all heads for its first 128 tokens, then those for the next. vLLM knows this as
+blocks that a kernel
 reads in parts: it gives layers the parts as blocks, and tables of them.
 
-Layers of several shapes (Gemma 4) get blocks from one pool, so vLLM makes their blocks equally large: by more tokens, if the bytes divide.
-They do, because a page of head_dim 512 is as long as two of 256. Otherwise it would leave gaps between blocks, or refuse the model.
+Layers of several shapes (Gemma 4) get blocks from one pool, so vLLM makes their blocks equally large: by more tokens,
+if the bytes divide. They do, because a page of head_dim 512 is as long as two of 256. Otherwise it would leave gaps
+between blocks, or refuse the model.
 
-vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a token and head. A page
-has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend (`customize_spec`). Earlier ones ask the
-layer, so a layer with this backend gets another method.
+vLLM budgets, allocates, hashes and moves blocks by its `KVCacheSpec`. Its own FP8 blocks have `2 * head_dim` bytes a
+token and head. A page has one byte more, 128 for the page, which hold its header. vLLM 0.28 and later ask the backend
+(`customize_spec`). Earlier ones ask the layer, so a layer with this backend gets another method.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def of_layer(get_kv_cache_spec: Callable[[Any], Any]) -> Callable[[Any], Any]:
         spec = get_kv_cache_spec(vllm_config)
         if spec.block_size % PAGE_SIZE:
             raise UsageError(
-                f"a block must have a multiple of {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out --block-size"
+                f"a block must have a multiple of {PAGE_SIZE} tokens, and this one has {spec.block_size}: leave out "
+                f"--block-size"
             )
         kind = WindowBlockSpec if isinstance(spec, SlidingWindowSpec) else BlockSpec
         return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})

@@ -23,22 +23,29 @@ WHAT_TO_DO = {  # instead of vLLM's own words
         "its images attend in both directions, and fp8attn has causal attention only: serve text alone "
         """(--limit-mm-per-prompt '{"image": 0, "video": 0, "audio": 0}'), or leave out --attention-backend"""
     ),
-    "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass {PAGE_SIZE}",
+    "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass "
+    f"{PAGE_SIZE}",
 }
 
-# vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it clears the page that
-# has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.26 to 0.33). Runners for GPUs clear the block.
+# vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it
+# clears the page that has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.26 to
+# 0.33). Runners for GPUs clear the block.
 CPU_CLEARS_OTHER_PAGES = True
 
 
-def unsupported_layer(head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]) -> str | None:
+def unsupported_layer(
+    head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]
+) -> str | None:
     """Why a layer cannot be served, or None. `others` are arguments that only other attention backends have."""
     if attn_type != AttentionType.DECODER:
-        return f"its attention is of type {attn_type!r}, and fp8attn has causal attention of decoders only; leave out --attention-backend"
+        return (
+            f"its attention is of type {attn_type!r}, and fp8attn has causal attention of decoders only; leave out "
+            f"--attention-backend"
+        )
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         return (
-            f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no --kv-cache-dtype-skip-layers: a layer in 16 "
-            "bits needs another backend"
+            f"the KV cache of a layer is {kv_cache_dtype!r}. Pass --kv-cache-dtype fp8, and no "
+            f"--kv-cache-dtype-skip-layers: a layer in 16 bits needs another backend"
         )
     if (refusal := PageSpec.of(head_dim).refusal) is not None:
         return f"{refusal}; leave out --attention-backend"
@@ -53,7 +60,9 @@ def unsupported_config(config: Any, options: Options) -> str | None:
     """Why this configuration of vLLM cannot be served with these options of fp8attn, or None."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if model.use_mla:
-        return "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
+        return (
+            "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
+        )
     if model.dtype not in DTYPES:
         return _DTYPE
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
@@ -64,26 +73,31 @@ def unsupported_config(config: Any, options: Options) -> str | None:
             f"leave it out, or pass a multiple of {PAGE_SIZE}"
         )
     if cache.kv_cache_dtype_skip_layers:
-        # vLLM has one backend for all layers of a kind. That a layer is skipped reaches only `validate_configuration`, which can refuse it,
-        # and cannot name another backend. The layer's `__init__` then takes all that the backend gives: impl, builder and spec.
+        # vLLM has one backend for all layers of a kind. That a layer is skipped reaches only `validate_configuration`,
+        # which can refuse it, and cannot name another backend. The layer's `__init__` then takes all that the backend
+        # gives: impl, builder and spec.
         return (
-            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. vLLM gives them the "
-            "same attention backend as the others, and fp8attn has 8 bits only; leave it out, or leave out --attention-backend"
+            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. vLLM "
+            f"gives them the same attention backend as the others, and fp8attn has 8 bits only; leave it out, or leave "
+            f"out --attention-backend"
         )
     if parallel.decode_context_parallel_size > 1:
         return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
     if getattr(config.speculative_config, "use_gemma4_mtp", lambda: False)():  # not in all releases
-        # vLLM sets the target on its layer (`Gemma4Proposer._setup_gemma4_kv_sharing`), after the weights are loaded; other models give it
-        # to the backend's `__init__`.
+        # vLLM sets the target on its layer (`Gemma4Proposer._setup_gemma4_kv_sharing`), after the weights are loaded;
+        # other models give it to the backend's `__init__`.
         return (
-            "the draft layers of Gemma 4 (MTP) read K and V of its own layers, and vLLM does not tell the backend of which; use another "
-            "method in --speculative-config, or leave it out"
+            "the draft layers of Gemma 4 (MTP) read K and V of its own layers, and vLLM does not tell the backend of "
+            "which; use another method in --speculative-config, or leave it out"
         )
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model.get_sliding_window():
         return "--disable-hybrid-kv-cache-manager makes other blocks for layers with a window; leave it out"
     if model.enable_sleep_mode and (options.static_scales or exchanges_blocks(config)):
         what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
-        return f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out it or {what}"
+        return (
+            f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out "
+            f"it or {what}"
+        )
     return unsupported_connector(config)
 
 
@@ -100,8 +114,8 @@ def unsupported_invariance(options: Options, window: int | None) -> str | None:
     if not options.static_scales:
         option = '--additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": true}}\''
         return (
-            f"{asked}, and the scale of a page that is being filled can grow after a step has attended over it. Other requests change "
-            f"where the chunks of a prompt end, so pass calibrated scales: {option}"
+            f"{asked}, and the scale of a page that is being filled can grow after a step has attended over it. Other "
+            f"requests change where the chunks of a prompt end, so pass calibrated scales: {option}"
         )
     if window is not None:
         return f"{asked}, and layers with a window have no static scales here; leave out VLLM_BATCH_INVARIANT"
@@ -112,11 +126,16 @@ def _unsupported_hybrid(config: Any, options: Options) -> str | None:
     """Why a model with Mamba or linear attention layers cannot be served with this configuration, or None."""
     has = "it has Mamba or linear attention layers"
     if not BACKEND_IS_ASKED:
-        return f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or newer"
+        return (
+            f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or "
+            f"newer"
+        )
     if options.static_scales or exchanges_blocks(config):
         what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
         return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {what}"
-    if config.speculative_config is not None:  # vLLM's build for CPUs gives other answers with it than without, with its own attention, too
+    if (
+        config.speculative_config is not None
+    ):  # vLLM's build for CPUs gives other answers with it than without, with its own attention, too
         return f"{has}, with which fp8attn was not tried under speculation: leave out --speculative-config"
     return None
 
@@ -125,7 +144,8 @@ def unsupported_on_cpu(config: Any) -> str | None:
     """Why a CPU cannot serve blocks of the size that vLLM has chosen, or None."""
     if CPU_CLEARS_OTHER_PAGES and config.model_config.is_hybrid and config.cache_config.block_size > PAGE_SIZE:
         return (
-            f"it has Mamba or linear attention layers, for which vLLM makes blocks of {config.cache_config.block_size} tokens, and on a "
-            "CPU vLLM clears pages of such blocks that are in use; use a GPU, or leave out --kv-cache-dtype fp8"
+            f"it has Mamba or linear attention layers, for which vLLM makes blocks of {config.cache_config.block_size} "
+            f"tokens, and on a CPU vLLM clears pages of such blocks that are in use; use a GPU, or leave out "
+            f"--kv-cache-dtype fp8"
         )
     return None

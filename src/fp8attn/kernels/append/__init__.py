@@ -73,7 +73,8 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         launch(page_kernel, (2 * heads, min(places, MAX_GRID), -(-places // MAX_GRID)), (*args, 0), constants)
     if advance:
         lengths = pages.cache_seqlens
-        # Outside of inference mode, torch does not write to its tensors. Caches have none, and entering the mode takes microseconds.
+        # Outside of inference mode, torch does not write to its tensors. Caches have none, and entering the mode takes
+        # microseconds.
         with torch.inference_mode() if lengths.is_inference() else nullcontext():
             lengths.add_(max_seqlen if cu_seqlens is None else cu_seqlens.diff())
 
@@ -106,10 +107,12 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope
             q_rope, q_tables, q_table_strides = rope_of(head_dim, rope.q)
             q, q_out, ropes, q_heads = rope.queries, rope.out, (k_rope, q_rope), rope.queries.shape[1]
             given = (
-                *tables, *table_strides, q, q_out, *q_tables, *q.stride()[:3], *q_out.stride()[:3], *q_table_strides, q.shape[2]
+                *tables, *table_strides, q, q_out, *q_tables, *q.stride()[:3], *q_out.stride()[:3], *q_table_strides,
+                q.shape[2]
             )  # fmt: skip
         args = (
-            k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, *given, *strides, columns, batch, length, heads,
+            k, v, pool, form.stored_k_mean, form.v_mean, table, lengths, None, *given, *strides, columns, batch, length,
+            heads,
             _columns_ahead(device, heads, row.width),
         )  # fmt: skip
         stored = row, is_native(device), form.k, form.rotate, False, True
@@ -119,16 +122,21 @@ def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope
 
 
 def _check_strides(**tokens: int) -> None:
-    """Raise ValueError if tokens are too far apart for the kernels that write page by page: their offsets in a page are of 32 bits."""
+    """Raise ValueError if tokens are too far apart for the kernels that write page by page: their offsets in a page are
+    of 32 bits.
+    """
     for name, stride in tokens.items():
         if stride > MAX_STRIDE:
             raise ValueError(
-                f"{name} has {stride} elements from one token to the next, and kernels take up to {MAX_STRIDE}: pass {name}.contiguous()"
+                f"{name} has {stride} elements from one token to the next, and kernels take up to {MAX_STRIDE}: pass "
+                f"{name}.contiguous()"
             )
 
 
 def _launch_sequences(kernel, grid: tuple[int, ...], num_seqs: int, args: tuple, constants: Constants) -> None:
-    """Launch for all sequences, which are the grid's last dimension, in several launches if CUDA's limit of that dimension is too small."""
+    """Launch for all sequences, which are the grid's last dimension, in several launches if CUDA's limit of that
+    dimension is too small.
+    """
     for first in range(0, num_seqs, MAX_GRID):
         launch(kernel, (*grid, min(MAX_GRID, num_seqs - first)), (*args, first), constants)
 
@@ -165,7 +173,9 @@ class AppendOptions(ConstexprFields):
 
 
 @lru_cache(maxsize=4096)
-def _step_plan(device: torch.device, heads: int, num_seqs: int, max_seqlen: int, *stored) -> tuple[tuple[int], Constants]:
+def _step_plan(
+    device: torch.device, heads: int, num_seqs: int, max_seqlen: int, *stored
+) -> tuple[tuple[int], Constants]:
     """Grid and constants of `step_kernel`; `stored` is `_options`'."""
     row, *_ = stored
     tokens = power_of_two(max_seqlen)
@@ -178,23 +188,34 @@ def _step_plan(device: torch.device, heads: int, num_seqs: int, max_seqlen: int,
 
 @lru_cache(maxsize=4096)
 def _page_constants(
-    device: torch.device, hip: bool, row: Row, *stored, dense: bool, ropes: tuple[RowRope | None, RowRope | None] = (None, None)
+    device: torch.device,
+    hip: bool,
+    row: Row,
+    *stored,
+    dense: bool,
+    ropes: tuple[RowRope | None, RowRope | None] = (None, None),
 ) -> Constants:
     """Constants of `page_kernel`; `row` and `stored` are `_options`', and `ropes` of K and Q."""
     row = replace(row, parts=max(1, row.width // PAGE_CHANNELS))
     options = _options(row, *stored, dense)
-    options = replace(options, k=replace(options.k, rope=ropes[0]), q_rope=ropes[1], hopper=dense and machine(device).hopper)
+    options = replace(
+        options, k=replace(options.k, rope=ropes[0]), q_rope=ropes[1], hopper=dense and machine(device).hopper
+    )
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     return make_constants("page", device, OPTIONS=options, num_warps=row.held // 16, enable_fp_fusion=False, **limit)
 
 
-def _options(row: Row, native: bool, codec: Codec, rotate_keys: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
+def _options(
+    row: Row, native: bool, codec: Codec, rotate_keys: bool, static: bool, advance: bool, dense: bool
+) -> AppendOptions:
     keys = Codes(row, PageSpec.of(row.head_dim).layout, False, codec, native, static, dense)
     return AppendOptions(keys, replace(keys, is_v=True, codec=E4M3), rotate_keys, advance)
 
 
 def _columns_ahead(device: torch.device, heads: int, width: int) -> int:
-    """Number of columns of pages that the programs of `page_kernel` read at a time, which is the distance of a prefetch."""
+    """Number of columns of pages that the programs of `page_kernel` read at a time, which is the distance of a
+    prefetch.
+    """
     if not is_native(device):
         return 0
     programs = num_sms(device) * max(1, PAGE_CHANNELS // width)  # of width / 16 warps with 128 registers a thread

@@ -25,7 +25,8 @@ def _load_bytes(x_ptr, token, end, stride_t, ROW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_kv_heads", "length", "first_seq"])
 def e4m3_kernel(
-    k_ptr, v_ptr, pool_ptr, table_ptr, seqlens_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h, num_kv_heads,
+    k_ptr, v_ptr, pool_ptr, table_ptr, seqlens_ptr, k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t,
+    v_stride_h, num_kv_heads,
     length, first_seq, CODES: tl.constexpr,
 ):  # fmt: skip
     """The kernel. A program writes K or V of a head of a page."""
@@ -50,7 +51,9 @@ def e4m3_kernel(
         i = tl.arange(0, HEADER_WORDS)
         tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.where(i < SCALE_WORDS, 1.0, 0.0))
         token = tl.arange(0, PAGE)
-        x = _load_bytes(k_ptr + seq * k_stride_b + head * k_stride_h + first.to(tl.int64) * k_stride_t, token, end, k_stride_t, ROW)
+        x = _load_bytes(
+            k_ptr + seq * k_stride_b + head * k_stride_h + first.to(tl.int64) * k_stride_t, token, end, k_stride_t, ROW
+        )
         store_rows(slot_ptr + LAYOUT.k_offset + (token * D)[:, None], x, (token < end)[:, None], ROW)
     else:
         v_ptr += seq * v_stride_b + head * v_stride_h + first.to(tl.int64) * v_stride_t

@@ -1,8 +1,9 @@
-"""Writes a prompt, or dense K and V, page by page. A program reads 128 tokens of a head's K or V once, and keeps them in registers while it
-settles the page's scale. In a dense call with RoPE, other programs of the launch apply it to Q.
+"""Writes a prompt, or dense K and V, page by page. A program reads 128 tokens of a head's K or V once, and keeps them
+in registers while it settles the page's scale. In a dense call with RoPE, other programs of the launch apply it to Q.
 
-The tokens are two tiles `[64, C]`. A tile of K has 64 consecutive tokens. The tiles of V have the first two and the last two tokens of each
-word. At head_dim 512, registers hold half of the channels (`rows`): the program reads the page to find its scale, and then each half again.
+The tokens are two tiles `[64, C]`. A tile of K has 64 consecutive tokens. The tiles of V have the first two and the
+last two tokens of each word. At head_dim 512, registers hold half of the channels (`rows`): the program reads the page
+to find its scale, and then each half again.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ _MAX_GRID = tl.constexpr(MAX_GRID)
 
 @triton.jit
 def _prefetch(x_ptr, stride_t, ROW: tl.constexpr):
-    """Prefetch a page's rows, from `x_ptr` on, to the L2 cache. For 16-bit inputs, each thread requests one line of 128 bytes."""
+    """Prefetch a page's rows, from `x_ptr` on, to the L2 cache. For 16-bit inputs, each thread requests one line of 128
+    bytes.
+    """
     SIZE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = ROW.width * SIZE // 128
     i = tl.arange(0, PAGE * LINES)
-    lines = (x_ptr + i // LINES * stride_t).to(tl.pointer_type(tl.uint8)) + tl.minimum(i % LINES * 128, (ROW.head_dim - 1) * SIZE)
+    lines = (x_ptr + i // LINES * stride_t).to(tl.pointer_type(tl.uint8)) + tl.minimum(
+        i % LINES * 128, (ROW.head_dim - 1) * SIZE
+    )
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -39,7 +44,9 @@ def _load_keys(first, part, x_ptr, stride_t, angles, old, end, ROW: tl.constexpr
     `angles` are pointers to cos and sin of token 0, and the stride of their tokens.
     """
     position = first + tl.arange(0, PAGE // 2)
-    token = tl.minimum(tl.maximum(position, old), end - 1)  # rows outside repeat a new token: no maximum changes, so no mask is needed
+    token = tl.minimum(
+        tl.maximum(position, old), end - 1
+    )  # rows outside repeat a new token: no maximum changes, so no mask is needed
     rows = (token * stride_t)[:, None]
     if ROPE is None:
         return load_halves(x_ptr + rows, ROW, part), position
@@ -50,14 +57,18 @@ def _load_keys(first, part, x_ptr, stride_t, angles, old, end, ROW: tl.constexpr
 
 
 @triton.jit
-def _rotate_queries(x_ptr, stride_t, out_ptr, out_stride_t, angles, num_tokens, CODES: tl.constexpr, ROPE: tl.constexpr):
+def _rotate_queries(
+    x_ptr, stride_t, out_ptr, out_stride_t, angles, num_tokens, CODES: tl.constexpr, ROPE: tl.constexpr
+):
     """RoPE on a head of Q. The programs of a head divide its tokens."""
     ROW: tl.constexpr = CODES.row
     cos, sin, stride = angles
     for first in range(tl.program_id(1) * (PAGE // 2), num_tokens, tl.num_programs(1) * (PAGE // 2)):
         row = tl.cast(first, tl.int64)
         end = num_tokens - first
-        x, token = _load_keys(0, 0, x_ptr + row * stride_t, stride_t, (cos + row * stride, sin + row * stride, stride), 0, end, ROW, ROPE)
+        x, token = _load_keys(
+            0, 0, x_ptr + row * stride_t, stride_t, (cos + row * stride, sin + row * stride, stride), 0, end, ROW, ROPE
+        )
         rows = out_ptr + (row + token)[:, None] * out_stride_t
         store_rows(rows, round_to(x, out_ptr.dtype.element_ty, CODES.native), (token < end)[:, None], ROW)
 
@@ -77,7 +88,8 @@ def _store_keys(x, part, position, codes_ptr, old, end, CODES: tl.constexpr):
     rows = codes_ptr + (position * ROW.head_dim)[:, None]
     valid = ((position >= old) & (position < end))[:, None]
     if ROW.head_dim == ROW.width:
-        # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing changes threads.
+        # In the parts that were loaded, and not more bytes than the eight channels that a thread has in a row: nothing
+        # changes threads.
         rows = tl.multiple_of(rows, [8, 8])
         i = part * (C // 2) + tl.arange(0, C // 4)
         x0, x1, x2, x3 = quarters(x)
@@ -91,7 +103,8 @@ def _store_keys(x, part, position, codes_ptr, old, end, CODES: tl.constexpr):
 
 @triton.jit
 def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
-    """The tiles of a part of a head's K page as they are rounded, and the positions of their rows; and prefetch the page `ahead` tokens on.
+    """The tiles of a part of a head's K page as they are rounded, and the positions of their rows; and prefetch the
+    page `ahead` tokens on.
 
     The pointers `x_ptr` and those of `angles` are of token 0. If `old` > 0, they point before the tensors.
     """
@@ -114,7 +127,9 @@ def _read_keys(part, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES: 
 
 
 @triton.jit
-def _write_keys(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr):
+def _write_keys(
+    x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, CODES: tl.constexpr, ROTATE: tl.constexpr
+):
     """Write tokens `[old, end)` of a head's K page. The arguments are `_read_keys`'."""
     PARTS: tl.constexpr = CODES.row.parts
     codes_ptr = codes_ptr_of(slot_ptr, CODES)
@@ -159,12 +174,14 @@ def _take_apart(x):
 
 @triton.jit
 def _read_values(first, part, x_ptr, stride_t, mean_ptr, old, end, ahead, CODES: tl.constexpr):
-    """`_read_keys` for V, and the largest finite magnitude of the first token. A thread reads the four tokens that share a word of the
-    page, so that whole words change threads."""
+    """`_read_keys` for V, and the largest finite magnitude of the first token. A thread reads the four tokens that
+    share a word of the page, so that whole words change threads."""
     ROW: tl.constexpr = CODES.row
     x0 = _load_values(first, part, x_ptr, stride_t, old, end, ROW)
     x1 = _load_values(first + 8, part, x_ptr, stride_t, old, end, ROW)
-    token = load_lanes(x_ptr + old * stride_t, ROW)  # every warp loads the first token again, which is cheaper than to select it
+    token = load_lanes(
+        x_ptr + old * stride_t, ROW
+    )  # every warp loads the first token again, which is cheaper than to select it
     if CODES.native and ahead > 0:  # behind this page's loads
         _prefetch(x_ptr + ahead.to(tl.int64) * stride_t, stride_t, ROW)
     if mean_ptr is not None:
@@ -208,18 +225,30 @@ def _write_values(x_ptr, stride_t, mean_ptr, slot_ptr, old, end, ahead, CODES: t
         store_settled(maxima, scale, slot_ptr, CODES)
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"])
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "table_stride",
+        "num_seqs",
+        "max_seqlen",
+        "num_kv_heads",
+        "columns_ahead",
+        "first_seq",
+    ]
+)
 def page_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
-    cos_ptr, sin_ptr, cos_stride_b, cos_stride, q_ptr, q_out_ptr, q_cos_ptr, q_sin_ptr, q_stride_b, q_stride_h, q_stride_t,
+    cos_ptr, sin_ptr, cos_stride_b, cos_stride, q_ptr, q_out_ptr, q_cos_ptr, q_sin_ptr, q_stride_b, q_stride_h,
+    q_stride_t,
     q_out_stride_b, q_out_stride_h, q_out_stride_t, q_cos_stride_b, q_cos_stride, num_queries,
     k_stride_b, k_stride_t, k_stride_h, v_stride_b, v_stride_t, v_stride_h,
     table_stride, num_seqs, max_seqlen, num_kv_heads, columns_ahead, first_seq, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The kernel. A program writes K or V of a head of a page. Dense pages are consecutive, and the kernel also writes their page table.
+    """The kernel. A program writes K or V of a head of a page. Dense pages are consecutive, and the kernel also writes
+    their page table.
 
-    The tables of RoPE, of K and of Q, are those of dense sequences; cos and sin have the same strides. The programs after those of K and V
-    apply RoPE to a head of Q.
+    The tables of RoPE, of K and of Q, are those of dense sequences; cos and sin have the same strides. The programs
+    after those of K and V apply RoPE to a head of Q.
     """
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v

@@ -1,8 +1,9 @@
 """Settles the scale of a page from many tokens at once (`numerics.settle`), which a program has as two tiles `[64, C]`.
 
-The first token sets the scale. A later token that does not fit makes it grow, and the tokens before it are rounded again: new tokens in
-registers (`round_again`), older tokens of the page in memory (`rescale`). The rows' largest magnitudes determine which token is next. Every
-warp has all 128 magnitudes, four in each lane (`_lanes`), so the search needs no barrier.
+The first token sets the scale. A later token that does not fit makes it grow, and the tokens before it are rounded
+again: new tokens in registers (`round_again`), older tokens of the page in memory (`rescale`). The rows' largest
+magnitudes determine which token is next. Every warp has all 128 magnitudes, four in each lane (`_lanes`), so the search
+needs no barrier.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def _at(lanes, token, IS_V: tl.constexpr):
     """The element of `token`. All elements are integers that are not negative."""
     a, b, c, d = lanes
     t, u, v, w = _lane_tokens(IS_V)
-    return _largest((tl.where(t == token, a, 0), tl.where(u == token, b, 0), tl.where(v == token, c, 0), tl.where(w == token, d, 0)))
+    return _largest(
+        (tl.where(t == token, a, 0), tl.where(u == token, b, 0), tl.where(v == token, c, 0), tl.where(w == token, d, 0))
+    )
 
 
 @triton.jit
@@ -170,8 +173,8 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
 def settle_page(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
     """Settle the scale of a page from its tokens from `old` on, and write it.
 
-    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of each tile
-    (`codec.clamp`).
+    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of
+    each tile (`codec.clamp`).
     """
     IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
@@ -214,7 +217,8 @@ def settle_page(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
     return x0, x1
 
 
-# A page in several parts of its channels: its maxima are found first, of all parts. Then each part is loaded again, and settled.
+# A page in several parts of its channels: its maxima are found first, of all parts. Then each part is loaded again, and
+# settled.
 
 
 @triton.jit
@@ -225,7 +229,9 @@ def no_maxima():
 
 @triton.jit
 def with_maxima(maxima, x0, x1, NATIVE: tl.constexpr):
-    """The magnitudes of the new tokens (`_lanes` of bits), NaN and Inf included, and of what is finite, with another part of them."""
+    """The magnitudes of the new tokens (`_lanes` of bits), NaN and Inf included, and of what is finite, with another
+    part of them.
+    """
     every, finite_ones = maxima
     a, b, c, d = every
     e, f, g, h = _lanes(bits_of(magnitude(x0, NATIVE)), bits_of(magnitude(x1, NATIVE)))

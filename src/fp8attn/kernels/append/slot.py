@@ -1,4 +1,5 @@
-"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of V.
+"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of
+V.
 
 A slot is a page of one head, `[K | V | header]` (`formats.page_layout`). V is 32-bit words of four tokens of a channel.
 """
@@ -47,7 +48,8 @@ def word_token(word):
 def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constexpr):
     """The index of a sequence's first new token, and the number of its new tokens.
 
-    If the lengths count the new tokens already, a sequence that is shorter than its new tokens is padding of the batch, and has none.
+    If the lengths count the new tokens already, a sequence that is shorter than its new tokens is padding of the batch,
+    and has none.
     """
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen
@@ -62,14 +64,18 @@ def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constex
 
 @triton.jit
 def round_again(x, before, factor, CODES: tl.constexpr, CLAMP: tl.constexpr):
-    """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not change."""
+    """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not
+    change.
+    """
     CODEC: tl.constexpr = CODES.codec
     return encode_where(x * tl.where(before, factor, 1.0), before, CODEC, CODES.native, CLAMP)
 
 
 @triton.jit
 def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
-    """Multiply the codes of the first `old` tokens at `codes_ptr` (K or V of a slot) by `ratio`, because their scale has grown."""
+    """Multiply the codes of the first `old` tokens at `codes_ptr` (K or V of a slot) by `ratio`, because their scale
+    has grown.
+    """
     # Bytes in the order of memory, 2048 at a time: few enough for registers, and a divisor of every page.
     SIZE: tl.constexpr = 2048
     CODEC: tl.constexpr = CODES.codec
@@ -85,8 +91,8 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
 
 @triton.jit
 def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
-    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]`, whose tokens begin at `first [32]`, of a part of the
-    channels."""
+    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]`, whose tokens begin at `first [32]`, of a
+    part of the channels."""
     D: tl.constexpr = ROW.head_dim
     C: tl.constexpr = ROW.held
     GROUPS: tl.constexpr = PAGE // GROUP
@@ -94,9 +100,15 @@ def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
     d = channels(part, ROW)
     words = tl.permute(tl.reshape(words, (GROUPS, WORDS, C)), (0, 2, 1))
     group = tl.arange(0, GROUPS)[:, None, None]
-    ptrs = page_ptr.to(tl.pointer_type(tl.int32)) + (group * D + d[None, :, None]) * WORDS + tl.arange(0, WORDS)[None, None, :]
+    ptrs = (
+        page_ptr.to(tl.pointer_type(tl.int32))
+        + (group * D + d[None, :, None]) * WORDS
+        + tl.arange(0, WORDS)[None, None, :]
+    )
     inside = (d < D)[None, :, None]
-    if (old > 0) | (end < PAGE):  # bytes of older tokens stay; those past the end become zero, because 0 * NaN would be NaN
+    if (old > 0) | (
+        end < PAGE
+    ):  # bytes of older tokens stay; those past the end become zero, because 0 * NaN would be NaN
         new = tl.where((first >= old) & (first < end), 0xFF, 0)
         new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
         new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
@@ -109,9 +121,11 @@ def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
 
 @triton.jit
 def launch_dependents():
-    """Allow the next launch, if it is programmatic, to begin once all programs are here. It waits for the end of this launch by itself.
+    """Allow the next launch, if it is programmatic, to begin once all programs are here. It waits for the end of this
+    launch by itself.
 
-    A kernel that calls this must not be programmatic itself: attention reads queries, of earlier launches, before that wait.
+    A kernel that calls this must not be programmatic itself: attention reads queries, of earlier launches, before that
+    wait.
     """
     asm: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,7 +1,7 @@
 """A step: up to 16 new tokens of each sequence, in one launch.
 
-A program writes a few heads of a sequence's K or V. The last program that reads a sequence's length advances it, unless the length counts
-the new tokens already.
+A program writes a few heads of a sequence's K or V. The last program that reads a sequence's length advances it, unless
+the length counts the new tokens already.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NONE = tl.constexpr(1 << 62)  # where all tokens fit (`_first_over`)
 def _advance(length_ptr, new, programs):
     """Read the length of a sequence before this launch, and add `new` to it for later launches.
 
-    Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is complete, all programs
-    have the length, and the last one writes the new length.
+    Each of the sequence's programs reads the length once, and counts its read in the upper bits. When the count is
+    complete, all programs have the length, and the last one writes the new length.
     """
     counted = tl.atomic_add(length_ptr, _TURN, sem="relaxed")
     length = counted % _TURN
@@ -43,7 +43,8 @@ def _rows(x):
 
 @triton.jit
 def _first_over(need, token, scale, new):
-    """The first `new` token whose `need` is above `scale`, along the last axis: `token << 32 | the bits of need`, or `_NONE`.
+    """The first `new` token whose `need` is above `scale`, along the last axis: `token << 32 | the bits of need`, or
+    `_NONE`.
 
     An empty page has a scale of zero, so its first token is above it.
     """
@@ -53,16 +54,18 @@ def _first_over(need, token, scale, new):
 
 @triton.jit
 def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.constexpr):
-    """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their tokens need.
+    """Settle the scales of some heads' slots at `slot_ptr [HEADS]`, which have `old` tokens, from the scales that their
+    tokens need.
 
     Args:
         x: `[HEADS * T, C]` FP32.
-        need, token, new: `[HEADS, T]`, the scale that a token needs, its number in the step, and whether it is in these pages.
+        need, token, new: `[HEADS, T]`, the scale that a token needs, its number in the step, and whether it is in these
+            pages.
         scale: `[HEADS]`, zero for an empty page.
         exists: `[HEADS]`, whether the head exists.
     Returns:
-        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded, `[HEADS, T]`; and the
-        scales.
+        `x`, with codes where a later token made the scale grow; the factors of its rows before they are rounded,
+        `[HEADS, T]`; and the scales.
     """
     HEADS: tl.constexpr = need.shape[0]
     T: tl.constexpr = need.shape[1]
@@ -102,7 +105,9 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
 
 @triton.jit
 def _store_scale(scale_ptr, scale, nan, exists, CODES: tl.constexpr):
-    """Write the settled scales of some heads' slots. It is NaN if a new token `nan [HEADS, T]` has a NaN that has no code (INT8)."""
+    """Write the settled scales of some heads' slots. It is NaN if a new token `nan [HEADS, T]` has a NaN that has no
+    code (INT8).
+    """
     if not CODES.codec.has_nan:
         scale = tl.where(tl.max(nan.to(tl.int32), 1) > 0, float("nan"), scale)
     tl.store(scale_ptr, scale, mask=exists)
@@ -110,7 +115,9 @@ def _store_scale(scale_ptr, scale, nan, exists, CODES: tl.constexpr):
 
 @triton.jit
 def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
-    """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN would be NaN."""
+    """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN
+    would be NaN.
+    """
     WORDS: tl.constexpr = 512  # at a time, a divisor of every page's
     first = (slot_ptr + LAYOUT.v_offset).to(tl.pointer_type(tl.int32))
     for word in range(0, LAYOUT.v_bytes // 4, WORDS):
@@ -120,7 +127,9 @@ def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr, ADVANCE: tl.constexpr):
+def _write(
+    x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr, ADVANCE: tl.constexpr
+):
     """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
@@ -176,7 +185,11 @@ def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, COD
             _clear_values(slot_ptr, exists, LAYOUT)
         if crosses:
             _clear_values(next_ptr, exists, LAYOUT)
-    offset = LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position) if IS_V else LAYOUT.k_offset + position * D
+    offset = (
+        LAYOUT.v_offset + position // GROUP * (D * GROUP) + v_position(position)
+        if IS_V
+        else LAYOUT.k_offset + position * D
+    )
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = exists[:, None] & (tl.arange(0, T) < new)[None, :]
     if IS_V:
@@ -205,7 +218,9 @@ def step_kernel(
     start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
     if new <= 0:
         return
-    token = tl.minimum(tl.arange(0, T), new - 1)  # past the end, repeat the last token, so that only the stores need a mask
+    token = tl.minimum(
+        tl.arange(0, T), new - 1
+    )  # past the end, repeat the last token, so that only the stores need a mask
     row = (start + token).to(tl.int64)[None, :]
     head = program // 2 * HEADS + tl.arange(0, HEADS)
     exists = head < num_kv_heads
@@ -213,7 +228,8 @@ def step_kernel(
     every = tl.zeros((HEADS, T), tl.int64)
     table_ptr += seq.to(tl.int64) * table_stride
     seqlens_ptr += seq
-    # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it loads the tokens.
+    # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it loads the
+    # tokens.
     if program % 2 == 0:
         x = load_halves(k_ptr + _rows(head[:, None] * k_stride_h + row * k_stride_t), ROW)
         if k_mean_ptr is not None:
@@ -223,10 +239,32 @@ def step_kernel(
             x = hadamard(x, ROW.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K, OPTIONS.advance)
+        _write(
+            x,
+            token,
+            new,
+            (head, exists),
+            (seqlens_ptr, table_ptr),
+            pool_ptr,
+            programs,
+            num_kv_heads,
+            K,
+            OPTIONS.advance,
+        )
     else:
         x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
         if v_mean_ptr is not None:
             x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
         tl.debug_barrier()
-        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V, OPTIONS.advance)
+        _write(
+            x,
+            token,
+            new,
+            (head, exists),
+            (seqlens_ptr, table_ptr),
+            pool_ptr,
+            programs,
+            num_kv_heads,
+            V,
+            OPTIONS.advance,
+        )

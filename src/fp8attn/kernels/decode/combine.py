@@ -21,7 +21,8 @@ class DecodeOutput:
 class Parts:
     """Partial results `[2 * workers, rows]` of heads that several ranges share.
 
-    Part r is from range r, of the head that began before it. Part workers + r is from range r, of the head that ends after it.
+    Part r is from range r, of the head that began before it. Part workers + r is from range r, of the head that ends
+    after it.
     """
 
     o: gl.tensor  # pointers; [..., width]
@@ -44,7 +45,9 @@ class Parts:
         MEAN_SCORES: gl.constexpr,
         options: gl.constexpr,
     ):
-        """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and `mean_score`. PAIR: the layout of the sums."""
+        """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and `mean_score`. PAIR: the
+        layout of the sums.
+        """
         first = part * options.rows
         row = gl.arange(0, options.rows, gl.SliceLayout(0, o.type.layout))
         inside = batch.row0 + row < seq.num_q * batch.GROUP
@@ -60,8 +63,8 @@ class Parts:
 
 @gluon.jit
 def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options: gl.constexpr):
-    """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and `mean_score`, which are
-    exponents of two, and `row_sum`; by channel, V's `mean`."""
+    """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and
+    `mean_score`, which are exponents of two, and `row_sum`; by channel, V's `mean`."""
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = batch.row0 + gl.arange(0, o.shape[1], ROW)
@@ -88,15 +91,23 @@ def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, 
         result += gl.convert_layout(mean, COLUMN)[:, None] * (row_sum * weight)[None, :]
     result = gl.where((row_sum == 0)[None, :], 0.0, result)  # for a row that sees no key; a NaN stays
     mask = inside[None, :] & (d < options.head_dim)[:, None]
-    gl.store(output.out + out_row.to(gl.int64)[None, :] * options.head_dim + d[:, None], result.to(output.out.dtype.element_ty), mask=mask)
+    gl.store(
+        output.out + out_row.to(gl.int64)[None, :] * options.head_dim + d[:, None],
+        result.to(output.out.dtype.element_ty),
+        mask=mask,
+    )
     gl.store(output.lse + out_row, (row_max + gl.log2(total) + mean_score) * LN2, mask=inside)
 
 
 @gluon.jit
-def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr, options: gl.constexpr):
-    """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs give equal bits.
+def combine_ranges(
+    start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr, options: gl.constexpr
+):
+    """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs
+    give equal bits.
 
-    Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one address.
+    Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one
+    address.
     """
     ROWS: gl.constexpr = options.rows
     USED: gl.constexpr = options.used_rows
@@ -131,13 +142,17 @@ def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_S
     row_sum = gl.convert_layout(row_sum, ROW)
     mean_score = row_sum * 0.0
     if MEAN_SCORES:
-        mean_score = gl.load(parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0)
+        mean_score = gl.load(
+            parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0
+        )
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
     for base in range(start + 1, last + 1, AT_ONCE):
         left = last + 1 - base
         at = base * ROWS
         some_o = gl.load(
-            parts.o + at * WIDTH + part_o * (ROWS * WIDTH) + in_o[None, :, :], mask=(part_o < left) & inside_o[None, :, :], other=0.0
+            parts.o + at * WIDTH + part_o * (ROWS * WIDTH) + in_o[None, :, :],
+            mask=(part_o < left) & inside_o[None, :, :],
+            other=0.0,
         )
         some_max, some_sum = gl.split(
             gl.load(
@@ -152,7 +167,9 @@ def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_S
         rescale = gl.exp2(row_max - new_max)
         weight = gl.exp2(some_max - new_max[None, :])
         row_sum = row_sum * rescale + gl.sum(some_sum * weight, 0)
-        o = o * gl.convert_layout(rescale, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(some_o * weight[:, None, :], 0)
+        o = o * gl.convert_layout(rescale, gl.SliceLayout(0, o.type.layout))[None, :] + gl.sum(
+            some_o * weight[:, None, :], 0
+        )
         row_max = new_max
     store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options)
 

@@ -1,6 +1,7 @@
 """The consumer: four warps that attend over the pages of their worker's range.
 
-Each warp has 32 of a page's 128 tokens, and its own online softmax. After the last page of a head, the four results are merged.
+Each warp has 32 of a page's 128 tokens, and its own online softmax. After the last page of a head, the four results are
+merged.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ WEIGHT_BITS = gl.constexpr(14)  # weights are multiplied by 2^14, so that small 
 
 @aggregate
 class Mask:
-    """The keys `[first, end)` that each row of a head sees, `[1, 1, rows]`; and those that every row sees, `[all_first, all_end)`."""
+    """The keys `[first, end)` that each row of a head sees, `[1, 1, rows]`; and those that every row sees,
+    `[all_first, all_end)`.
+    """
 
     first: gl.tensor
     end: gl.tensor
@@ -53,15 +56,19 @@ def _mask(batch, seq, step, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _weights_operand(p, OPERAND: gl.constexpr):
-    """Weights `[warps, tokens, rows]`, in the layout of the scores, as the B operand of V P^T, with tokens in V's order.
+    """Weights `[warps, tokens, rows]`, in the layout of the scores, as the B operand of V P^T, with tokens in V's
+    order.
 
-    After `transpose_8x8`, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page holds token
-    p1 p3 p2 p0 (in bits, highest first). Data moves in `transpose_8x8` alone: the last conversion is asserted to be trivial.
+    After `transpose_8x8`, element (8i + a, 8j + b) belongs to token 8i + b of row 8j + a. Position p of 16 in a V page
+    holds token p1 p3 p2 p0 (in bits, highest first). Data moves in `transpose_8x8` alone: the last conversion is
+    asserted to be trivial.
     """
     WARPS: gl.constexpr = p.shape[0]
     TOKENS: gl.constexpr = p.shape[1]
     ROWS: gl.constexpr = p.shape[2]
-    x = transpose_8x8(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])  # ..., t3, a, j, t2 t1, t0
+    x = transpose_8x8(p.to(gl.float16)).reshape(
+        [WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2]
+    )  # ..., t3, a, j, t2 t1, t0
     x = x.permute(0, 1, 5, 2, 6, 4, 3).reshape([WARPS, TOKENS, ROWS])
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
@@ -90,8 +97,8 @@ def _tanh(x):
 def _load_v(ring, stage, phase, OPERAND: gl.constexpr):
     """V of a stage `[warps, channels, tokens]`; the stage is free afterwards.
 
-    The fence waits until all loads from the stage have their data. A barrier does not: it orders loads with other loads and stores, but TMA
-    writes through another path (PTX's async proxy), and could overwrite bytes whose load has begun.
+    The fence waits until all loads from the stage have their data. A barrier does not: it orders loads with other loads
+    and stores, but TMA writes through another path (PTX's async proxy), and could overwrite bytes whose load has begun.
     """
     WARPS: gl.constexpr = gl.num_warps()
     mbarrier.wait(ring.v_full.index(stage), phase)
@@ -103,7 +110,9 @@ def _load_v(ring, stage, phase, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def _attend(ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options: gl.constexpr):
+def _attend(
+    ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options: gl.constexpr
+):
     """Add one page, number `tile` of the range, to the online softmax of a head.
 
     Returns the accumulator, in units of the page's scale of V, the rows' maxima and sums, and that unit.
@@ -155,12 +164,18 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
     CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
     MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
     SUMS: gl.constexpr = gl.SliceLayout(1, MERGED)
-    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([WARPS, CHANNELS, 1, 2], [1, 32, 1, 1], [1, 1, WARPS, 1], [3, 1, 2, 0]))
+    PAIRS: gl.constexpr = gl.SliceLayout(
+        1, gl.BlockedLayout([WARPS, CHANNELS, 1, 2], [1, 32, 1, 1], [1, 1, WARPS, 1], [3, 1, 2, 0])
+    )
     PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)  # [rows, 2]
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
-    token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[:, :, None]
+    token = (warp[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))[None, :])[
+        :, :, None
+    ]
     channel = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, MERGED)))
-    step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[None, None, :] // batch.GROUP  # query of a row
+    step = (batch.row0 + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))))[
+        None, None, :
+    ] // batch.GROUP  # query of a row
     first_start = work.worker_of(work.begin)  # of the first head
     raw_q, k_mean = first_q, first_k_mean
     index, head, begin = work.seq, work.head, work.begin
@@ -182,7 +197,20 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
             v_unit = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
             for page in range(seq.first_page + i, seq.first_page + j):
                 acc, row_max, row_sum, v_unit = _attend(
-                    ring, tile, page, q, factor, mean_score, softcap, mask, token, acc, row_max, row_sum, v_unit, options
+                    ring,
+                    tile,
+                    page,
+                    q,
+                    factor,
+                    mean_score,
+                    softcap,
+                    mask,
+                    token,
+                    acc,
+                    row_max,
+                    row_sum,
+                    v_unit,
+                    options,
                 )
                 tile += 1
 

@@ -11,10 +11,14 @@ from .work import DecodeBatch, assign
 
 
 @gluon.jit(do_not_specialize=["table_stride", "num_seqs", "heads", "max_q", "num_tokens", "window", "workers", "plane"])
-def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, table_stride, lengths_ptr,
-                  bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads, max_q, num_tokens,
+def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
+table_stride, lengths_ptr,
+                  bounds_ptr, leftpad_ptr, sinks_ptr, out_ptr, lse_ptr, part_ptr, plane, state_ptr, num_seqs, heads,
+                  max_q, num_tokens,
                   window, workers, scale, softcap, OPTIONS: gl.constexpr):  # fmt: skip
-    """A CTA for each worker and row tile. Neighbors read the same pages at the same time for other row tiles, so memory is read once."""
+    """A CTA for each worker and row tile. Neighbors read the same pages at the same time for other row tiles, so memory
+    is read once.
+    """
     ROWS: gl.constexpr = OPTIONS.rows
     row_tiles = 1
     if not OPTIONS.one_row_tile:
@@ -22,21 +26,28 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     row_tile = gl.program_id(0) % row_tiles
     worker = gl.program_id(0) // row_tiles
     batch = DecodeBatch(
-        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group, OPTIONS.ragged,
+        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, heads, max_q, window, row_tile * ROWS, OPTIONS.group,
+        OPTIONS.ragged,
         OPTIONS.window, OPTIONS.leftpad, OPTIONS.whole_pages, OPTIONS.head_pages,
     )  # fmt: skip
     # Every row tile has its own parts, as its own ranges.
     first = row_tile * (2 * workers) * ROWS
     sums_ptr = part_ptr + plane * OPTIONS.width
-    parts = Parts(part_ptr + first * OPTIONS.width, sums_ptr + 2 * first, sums_ptr + 2 * plane + first, state_ptr + row_tile * workers)
+    parts = Parts(
+        part_ptr + first * OPTIONS.width,
+        sums_ptr + 2 * first,
+        sums_ptr + 2 * plane + first,
+        state_ptr + row_tile * workers,
+    )
     source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS.layout)
     queries = DecodeQueries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)
     output = DecodeOutput(out_ptr, lse_ptr, v_mean_ptr, sinks_ptr)
-    # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they would wait for
-    # the pages that the SM has requested.
+    # Before warp specialization, do only the work that the first page waits for, and load the first queries. Later they
+    # would wait for the pages that the SM has requested.
     ring = make_ring(k_desc, OPTIONS.width, OPTIONS.stages)
     ring.open()
-    gdc_wait()  # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
+    # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
+    gdc_wait()
     count = batch.counts(0, OPTIONS.block)
     work = assign(batch, count, worker, workers, OPTIONS.block)
     first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head, OPTIONS)

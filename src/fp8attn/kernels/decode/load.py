@@ -1,9 +1,20 @@
-"""The producer: one warp that copies the pages of its worker's range by TMA, and the stages of shared memory that receive them."""
+"""The producer: one warp that copies the pages of its worker's range by TMA, and the stages of shared memory that
+receive them.
+"""
 
 from __future__ import annotations
 
 from ..common import PAGE
-from ..gluon import aggregate, arrive_with_words, fence_async_shared, fetch_words, gl, gluon, mbarrier, tensor_descriptor
+from ..gluon import (
+    aggregate,
+    arrive_with_words,
+    fence_async_shared,
+    fetch_words,
+    gl,
+    gluon,
+    mbarrier,
+    tensor_descriptor,
+)
 from ..tiles import allocate_k, fetch_k, fetch_v, v_layout
 
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -72,7 +83,9 @@ class DecodeSource:
 
 @gluon.jit
 def request_first(ring, batch, work, source):
-    """Requests the first page of a range, before the warps are specialized. Returns whether there was one to request."""
+    """Requests the first page of a range, before the warps are specialized.
+    Returns whether there was one to request.
+    """
     seq = batch.sequence(work.seq)
     i, j = batch.portion(work.begin, seq.num_pages, work.low, work.high)
     requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
@@ -86,8 +99,8 @@ def request_first(ring, batch, work, source):
 def produce(ring, batch, work, requested, source):
     """The producer's warp: requests the pages of a range, except the first page if that has been `requested`.
 
-    It does not wait for the stage of that first page either. The stage was free then, and the consumer may have freed it again since. A
-    wait would be for the next release, and the second page would never be requested.
+    It does not wait for the stage of that first page either. The stage was free then, and the consumer may have freed
+    it again since. A wait would be for the next release, and the second page would never be requested.
     """
     index, head, begin = work.seq, work.head, work.begin
     done = requested.to(gl.int32)  # pages of the head

@@ -78,13 +78,16 @@ class DecodeShape(NamedTuple):
     @property
     def stages(self) -> int:
         stages = self.chip.decode_stages[self.width]
-        return min(stages, 2) if self.width == 256 and self.rows > 8 else stages  # shared memory is too small for a third
+        return (
+            min(stages, 2) if self.width == 256 and self.rows > 8 else stages
+        )  # shared memory is too small for a third
 
     def workers(self, num_sms: int, heads: int) -> int:
         """Number of ranges that the work of one row tile is cut into.
 
-        It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If ranges share heads,
-        more ranges make more parts to combine.) It is a few less if sequences of one length are then divided equally.
+        It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If
+        ranges share heads, more ranges make more parts to combine.) It is a few less if sequences of one length are
+        then divided equally.
         """
         for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
             most = max(1, ctas * num_sms // self.tiles)
@@ -95,11 +98,15 @@ class DecodeShape(NamedTuple):
         return workers
 
     def constants(self) -> dict[str, Any]:
-        """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its threads."""
+        """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its
+        threads.
+        """
         options = DecodeOptions(
-            head_dim=self.head_dim, layout=PageSpec.of(self.head_dim).layout, width=self.width, group=self.group, rows=self.rows,
+            head_dim=self.head_dim, layout=PageSpec.of(self.head_dim).layout, width=self.width, group=self.group,
+            rows=self.rows,
             used_rows=min(self.rows, power_of_two(self.max_rows)), one_row_tile=self.tiles == 1, stages=self.stages,
-            block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window, softcap=self.softcap,
+            block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window,
+            softcap=self.softcap,
             sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,
             head_pages=self.chip.decode_head_pages, early_v=self.width * self.rows <= 2048,
         )  # fmt: skip
@@ -114,7 +121,9 @@ class DecodePlan:
     workers: int  # ranges of a row tile
     grid: tuple[int]
     counters: Counters  # one for each range of each row tile
-    plane: int  # rows of partial results: a range has at most two parts, of a head that began before it and of one that ends after it
+    # rows of partial results: a range has at most two parts, of a head that began before it and of one that ends after
+    # it
+    plane: int
     width: int  # head_dim, padded
     k: View
     v: View
@@ -122,13 +131,16 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def make_decode_plan(device: torch.device, pool: tuple[int, ...], key_dtype: torch.dtype, shape: DecodeShape) -> DecodePlan:
+def make_decode_plan(
+    device: torch.device, pool: tuple[int, ...], key_dtype: torch.dtype, shape: DecodeShape
+) -> DecodePlan:
     """The plan for a pool of shape `pool` with keys of `key_dtype`, on `device`, whose `chip` the shape gets."""
     shape = shape._replace(chip=chip(device))
     workers = shape.workers(num_sms(device), pool[1] * shape.num_seqs)
     ctas = workers * shape.tiles
     k, v = views(pool, shape.head_dim, key_dtype, shape.width, shape.width, PAGE_SIZE)
     return DecodePlan(
-        workers=workers, grid=(ctas,), counters=Counters(ctas), plane=2 * ctas * shape.rows, width=shape.width, k=k, v=v,
+        workers=workers, grid=(ctas,), counters=Counters(ctas), plane=2 * ctas * shape.rows, width=shape.width, k=k,
+        v=v,
         constants=make_constants("decode", device, **shape.constants()),
     )  # fmt: skip

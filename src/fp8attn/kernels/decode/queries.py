@@ -48,11 +48,12 @@ class DecodeQueries:
 
     @gluon.jit
     def operand(self, q, k_mean, VECTOR: gl.constexpr, INT8: gl.constexpr, options: gl.constexpr):
-        """The result of `load` as the operand that `scores` takes, the same in every warp; by row, the factor that makes the products
-        exponents of two; and by row, the score of K's mean, as an exponent of two.
+        """The result of `load` as the operand that `scores` takes, the same in every warp; by row, the factor that
+        makes the products exponents of two; and by row, the score of K's mean, as an exponent of two.
 
-        The operand includes the sign of the softmax scale. So the factor is positive, and the largest score can be found before the factor
-        is applied. A row of only tiny values is scaled as if its largest were 2^-60, so that no factor underflows.
+        The operand includes the sign of the softmax scale. So the factor is positive, and the largest score can be
+        found before the factor is applied. A row of only tiny values is scaled as if its largest were 2^-60, so that no
+        factor underflows.
         """
         OPERAND: gl.constexpr = gl.DotOperandLayout(1, VECTOR.parent, 4)
         q = q.to(gl.float32)
@@ -61,16 +62,24 @@ class DecodeQueries:
         mean_score = gl.zeros([gl.num_warps(), q.shape[0]], gl.float32, VECTOR)
         if self.k_mean is not None:
             mean_score = _in_every_warp(gl.sum(q * k_mean[None, :], 1) * (self.scale * LOG2E), VECTOR)
-        largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)  # NaN is larger than all numbers here
+        largest = gl.maximum(
+            gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23
+        )  # NaN is larger than all numbers here
         sign = gl.where(self.scale < 0, -1.0, 1.0)
         if INT8:
             largest = largest.to(gl.float32, bitcast=True)
-            # The last 16 bits of the sum are the integer nearest to the product: a high and a low byte, both of them signed.
+            # The last 16 bits of the sum are the integer nearest to the product: a high and a low byte, both of them
+            # signed.
             bits = (q * (sign * MAX_INTEGER / largest)[:, None] + 1.5 * 2**23).to(gl.int32, bitcast=True)
-            q = gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8)).permute(2, 0, 1).reshape([2 * q.shape[0], q.shape[1]])
+            q = (
+                gl.join(((bits + 128) >> 8).to(gl.int8), bits.to(gl.int8))
+                .permute(2, 0, 1)
+                .reshape([2 * q.shape[0], q.shape[1]])
+            )
             factor = largest * (gl.abs(self.scale) * (LOG2E / MAX_INTEGER))
         else:
-            # An exact power of two, which brings the row's largest value into [2^14, 2^15). Values down to 2^-29 of it keep all their bits.
+            # An exact power of two, which brings the row's largest value into [2^14, 2^15). Values down to 2^-29 of it
+            # keep all their bits.
             exponent = largest >> 23
             up = ((268 - exponent) << 23).to(gl.float32, bitcast=True)
             down = ((exponent - 14) << 23).to(gl.float32, bitcast=True)
@@ -113,7 +122,9 @@ def _log2_block(head_dim):
 
 @gluon.jit
 def _rotate(q, D: gl.constexpr):
-    """`rotation.rotate` of Q `[rows, channels]` in FP32, to the same bits. Padding is in separate blocks and remains zero."""
+    """`rotation.rotate` of Q `[rows, channels]` in FP32, to the same bits. Padding is in separate blocks and remains
+    zero.
+    """
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     LAYOUT: gl.constexpr = q.type.layout
@@ -122,9 +133,12 @@ def _rotate(q, D: gl.constexpr):
     q *= gl.where(negative(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))), -FACTOR, FACTOR)[None, :]
     for step in gl.static_range(STEPS):
         pairs = q.reshape([ROWS, WIDTH >> (step + 1), 2, 1 << step])
-        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[None, None, :, None]
+        second = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, pairs.type.layout))))[
+            None, None, :, None
+        ]
         sign = gl.broadcast(gl.where(second > 0, -1.0, 1.0), pairs)[0]
-        # The other number of a pair is the sum of both minus this one. As integers this is exact, and becomes a shuffle at most.
+        # The other number of a pair is the sum of both minus this one. As integers this is exact, and becomes a shuffle
+        # at most.
         bits = pairs.to(gl.int32, bitcast=True)
         other = (gl.sum(bits, 2)[:, :, None, :] - bits).to(gl.float32, bitcast=True)
         q = gl.fma(pairs, sign, other).reshape([ROWS, WIDTH])

@@ -1,6 +1,8 @@
-"""The work of a launch: a list of the pages of all heads of all sequences, cut into one range for each worker, of equal lengths.
+"""The work of a launch: a list of the pages of all heads of all sequences, cut into one range for each worker, of equal
+lengths.
 
-Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch before this one.
+Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch
+before this one.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class DecodeBatch:
     def pages(self, length, num_q, pad):
         """The first page that some row sees, and the number of pages from it on. Scalars or vectors.
 
-        A sequence without rows has no pages. One with rows has at least one page, even if it is empty, because its zeros must be written.
+        A sequence without rows has no pages. One with rows has at least one page, even if it is empty, because its
+        zeros must be written.
         """
         last = gl.maximum(length - 1, 0) // PAGE
         first = last * 0
@@ -58,7 +61,9 @@ class DecodeBatch:
 
     @gluon.jit
     def places(self, pages):
-        """The places of a head of `pages` in the list of work: its pages. A short head has more, for the time of its beginning and end."""
+        """The places of a head of `pages` in the list of work: its pages. A short head has more, for the time of its
+        beginning and end.
+        """
         return gl.where((pages > 0) & (pages <= self.WHOLE_PAGES), pages + self.HEAD_PAGES, pages)
 
     @gluon.jit
@@ -85,7 +90,9 @@ class DecodeBatch:
         num_q = length * 0 + self.max_q
         pad = length * 0
         if self.RAGGED:
-            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(self.bounds + seq, mask=inside, other=0)
+            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(
+                self.bounds + seq, mask=inside, other=0
+            )
         if self.LEFTPAD:
             pad = gl.load(self.leftpad + seq, mask=inside, other=0)
         _, pages = self.pages(length, num_q, pad)
@@ -93,10 +100,11 @@ class DecodeBatch:
 
     @gluon.jit
     def after(self, place, count, base, before, BLOCK: gl.constexpr):
-        """Find a place among the sequences `[base, base + BLOCK)`, with `count` places each and `before` places before them.
+        """Find a place among the sequences `[base, base + BLOCK)`, with `count` places each and `before` places before
+        them.
 
-        Returns the number of sequences that end at or before `place`, the place at which the last of these ends, and the number of places
-        of all.
+        Returns the number of sequences that end at or before `place`, the place at which the last of these ends, and
+        the number of places of all.
         """
         end = (gl.associative_scan(count, 0, _add) + before) * self.heads
         passed = (end <= place) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
@@ -152,7 +160,11 @@ class DecodeWork:
     def worker_of(self, place):
         """The worker whose range contains a place."""
         longer = self.rest * (self.share + 1)
-        return gl.where(place < longer, _divide(place, self.share + 1), self.rest + _divide(place - longer, gl.maximum(self.share, 1)))
+        return gl.where(
+            place < longer,
+            _divide(place, self.share + 1),
+            self.rest + _divide(place - longer, gl.maximum(self.share, 1)),
+        )
 
 
 @gluon.jit

@@ -1,20 +1,25 @@
-"""Attention over 8-bit pages in plain Triton, for prefill and decode: 8-bit storage, 16-bit arithmetic, FP32 accumulation.
+"""Attention over 8-bit pages in plain Triton, for prefill and decode: 8-bit storage, 16-bit arithmetic, FP32
+accumulation.
 
-Only the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. If K is rotated, Q is rotated in FP32. Q is rounded to
-FP16 after a power of two for each row brings it into range. The weights P are multiplied by 2^15, so that FP16 keeps all its digits down to
-weights of 2^-29. The denominator sums the rounded weights, so that their errors cancel where V is constant.
+Only the cache is rounded to 8 bits. K, in INT8 or E4M3, and V are exact in FP16. If K is rotated, Q is rotated in FP32.
+Q is rounded to FP16 after a power of two for each row brings it into range. The weights P are multiplied by 2^15, so
+that FP16 keeps all its digits down to weights of 2^-29. The denominator sums the rounded weights, so that their errors
+cancel where V is constant.
 
-Means cost nothing per key: `q . (k + k_mean)` is `q . k` plus one constant per row. A softmax does not depend on that constant; the LSE,
-sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is a part of the row's factor. Its v_scale is the
-accumulator's unit, which changes from page to page in the rescaling by the running maximum (FlashAttention-2, arXiv:2307.08691).
+Means cost nothing per key: `q . (k + k_mean)` is `q . k` plus one constant per row. A softmax does not depend on that
+constant; the LSE, sinks and a softcap do. v_mean is added to the normalized output. A page's k_scale is a part of the
+row's factor. Its v_scale is the accumulator's unit, which changes from page to page in the rescaling by the running
+maximum (FlashAttention-2, arXiv:2307.08691).
 
-The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode shares each K and V
-byte between them. Long sequences are split over programs (Flash-Decoding). Each program computes its share of the pages on the device, and
-`combine` adds the parts. If a tile has so few rows that warps can share it only by splitting keys, each warp gets a quarter of the keys,
-with its own maximum, denominator and accumulator (a batched matrix product whose batch is the warp). Then the loop has no exchange between
-warps, and their results are combined once, at the end.
+The query heads of one KV head are packed into the rows of a tile (row r: token r // G, head r % G), so that decode
+shares each K and V byte between them. Long sequences are split over programs (Flash-Decoding). Each program computes
+its share of the pages on the device, and `combine` adds the parts. If a tile has so few rows that warps can share it
+only by splitting keys, each warp gets a quarter of the keys, with its own maximum, denominator and accumulator (a
+batched matrix product whose batch is the warp). Then the loop has no exchange between warps, and their results are
+combined once, at the end.
 
-Host: `portable_attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `PortableOptions`.
+Host: `portable_attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both:
+`PortableOptions`.
 """
 
 from __future__ import annotations
@@ -40,8 +45,10 @@ CLEARING = 64  # programs that write zeros after the last sequence of a ragged b
 
 
 class PortableConfig(NamedTuple):
-    """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no split), of warps, of
-    pipeline stages, of programs that share V's channels, of parts in which each multiplies its own; whether Q is copied to be loaded."""
+    """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no
+    split), of warps, of pipeline stages, of programs that share V's channels, of parts in which each multiplies its
+    own; whether Q is copied to be loaded.
+    """
 
     rows: int
     tile: int
@@ -63,7 +70,8 @@ class PortableOptions(ConstexprFields):
     layout: PageLayout
     width: int  # head_dim, padded to a power of two
     channels: int  # of V that a program has
-    parts: int  # of these channels, whose products with V are one after the other: a product needs registers beside the accumulator
+    # of these channels, whose products with V are one after the other: a product needs registers beside the accumulator
+    parts: int
     group: int  # query heads of a KV head
     rows: int  # of a program
     tile: int  # keys of a tile
@@ -77,17 +85,21 @@ class PortableOptions(ConstexprFields):
 
 @lru_cache
 def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> PortableConfig:
-    """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory` bytes.
+    """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory`
+    bytes.
 
-    The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper, Blackwell) also have
-    instructions that read operands from it. On other GPUs tiles are smaller, because operands need registers.
+    The frequent cases do not spill registers (`test_compile.py` checks it). GPUs with much shared memory (Hopper,
+    Blackwell) also have instructions that read operands from it. On other GPUs tiles are smaller, because operands need
+    registers.
     """
     wide = head_dim > 128
     if head_dim > 256 and rows > 64 and hopper:
-        # Hopper's instructions take 64 rows for 4 warps, whose registers hold 256 channels of V, and the product of 128. So two programs
-        # have the same rows, and both compute their weights.
+        # Hopper's instructions take 64 rows for 4 warps, whose registers hold 256 channels of V, and the product of
+        # 128. So two programs have the same rows, and both compute their weights.
         return PortableConfig(128, 64, 1, 8, 1, shares=2, parts=2, scratch=True)
-    if head_dim > 256:  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
+    if (
+        head_dim > 256
+    ):  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
         tile = 64 if shared_memory >= 90_000 else 32
         if rows <= 16:
             return PortableConfig(16, tile, 1, 8, 3 if shared_memory >= 200_000 else 2)
@@ -144,18 +156,26 @@ def portable_attention(
         target_lse = torch.empty((2, splits, num_rows), dtype=torch.float32, device=device)
     else:
         target, target_lse = out, lse
-    scratch = torch.empty((num_tokens, num_q_heads, head_dim), dtype=torch.float16, device=device) if block.scratch else None
+    scratch = (
+        torch.empty((num_tokens, num_q_heads, head_dim), dtype=torch.float16, device=device) if block.scratch else None
+    )
     args = (
         q, pages.pool, kv_format.stored_k_mean, kv_format.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens_q,
-        None if splits > 1 else sinks, leftpad_k, scratch, target, target_lse, q.stride(0), q.stride(1), pages.page_table.stride(0),
-        max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale), float(softcap), window,
+        None if splits > 1 else sinks, leftpad_k, scratch, target, target_lse, q.stride(0), q.stride(1),
+        pages.page_table.stride(0),
+        max_seqlen_q, pages.num_kv_heads, pages.num_seqs, blocks, splits, num_rows, float(params.softmax_scale),
+        float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
         codec=kv_format.k, rotate=kv_format.rotate, head_dim=head_dim, layout=kv_format.layout,
-        width=power_of_two(head_dim), channels=power_of_two(head_dim) // shares, parts=block.parts, group=group, rows=rows, tile=tile,
-        warps=block.key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1, native=is_native(device),
+        width=power_of_two(head_dim), channels=power_of_two(head_dim) // shares, parts=block.parts, group=group,
+        rows=rows, tile=tile,
+        warps=block.key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1,
+        native=is_native(device),
     )  # fmt: skip
-    constants = make_constants("attend", device, OPTIONS=options, num_warps=num_warps, num_stages=block.num_stages, enable_fp_fusion=True)
+    constants = make_constants(
+        "attend", device, OPTIONS=options, num_warps=num_warps, num_stages=block.num_stages, enable_fp_fusion=True
+    )
     programs = pages.num_seqs * pages.num_kv_heads * blocks * splits * shares
     launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, constants)
     if splits > 1:

@@ -63,12 +63,15 @@ def _tiles_of(any_first, any_end, split, num_splits, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, scratch_ptr, scratch_offsets, OPTIONS: tl.constexpr):
+def _load_queries(
+    q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, scratch_ptr, scratch_offsets, OPTIONS: tl.constexpr
+):
     """A block of queries as the operand of Q K, in FP16.
 
     Args:
         q_offsets: `[rows]`, of the first channel of each row; those that are `real [rows]` exist.
-        scratch_ptr: FP16, of a copy of all queries, in which a row begins at `scratch_offsets [rows]`. Triton has only operands in shared
+        scratch_ptr: FP16, of a copy of all queries, in which a row begins at `scratch_offsets [rows]`. Triton has only
+            operands in shared
             memory that were loaded, and computed ones in registers. None: registers are enough.
     Returns:
         `q [rows, width]`; the factors of its scores, which become exponents of two; and the scores of K's mean.
@@ -79,7 +82,8 @@ def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, sc
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
     if OPTIONS.rotate:
         q = hadamard(q, D)
-    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to 2^8.
+    # factor * q16 = |softmax_scale| * log2(e) * q. q16 is q times the power of two that brings its largest value to
+    # 2^8.
     exponent = tl.minimum(tl.maximum(tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)
     shrink = ((exponent - _Q_BITS) << 23).to(tl.float32, bitcast=True)
@@ -102,7 +106,9 @@ def _load_queries(q_ptr, q_offsets, real, k_mean_ptr, kv_head, softmax_scale, sc
 
 @triton.jit
 def _with_warps(queries, row_keys, OPTIONS: tl.constexpr):
-    """The queries and keys of rows with the axes that `add_tiles` takes: of keys, and of warps if several split the keys."""
+    """The queries and keys of rows with the axes that `add_tiles` takes: of keys, and of warps if several split the
+    keys.
+    """
     q, factor, shift, cap = queries
     first, end = row_keys
     if OPTIONS.warps > 1:
@@ -139,14 +145,21 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
             tl.full((WARPS, ROWS), UNSEEN, tl.float32),
             v_unit,
         )
-        acc, denom, m, v_unit = add_tiles(state, queries, row_keys, pages, first_tile, end_tile, HAS_START, True, OPTIONS)
+        acc, denom, m, v_unit = add_tiles(
+            state, queries, row_keys, pages, first_tile, end_tile, HAS_START, True, OPTIONS
+        )
         top = tl.max(m, 0)
         weight = tl.exp2(m - top[None, :])
         denom = tl.sum(denom * weight, 0)
         return (tl.sum(acc[0] * weight[:, :, None], 0),), denom, top, v_unit
     else:
         none = tl.zeros((ROWS, CHANNELS), tl.float32)
-        state = (none,) if OPTIONS.parts == 1 else (none, none), tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), UNSEEN, tl.float32), v_unit
+        state = (
+            (none,) if OPTIONS.parts == 1 else (none, none),
+            tl.zeros((ROWS,), tl.float32),
+            tl.full((ROWS,), UNSEEN, tl.float32),
+            v_unit,
+        )
         all_first, all_end = all_keys
         # All rows see all keys of the tiles `[free_tile, masked_tile)`.
         masked_tile = tl.minimum(tl.maximum(all_end // TILE, first_tile), end_tile)
@@ -160,14 +173,27 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window"]
+    do_not_specialize=[
+        "table_stride",
+        "max_seqlen_q",
+        "num_kv_heads",
+        "num_seqs",
+        "num_blocks",
+        "num_splits",
+        "num_rows",
+        "window",
+    ]
 )
 def portable_kernel(
-    q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr, scratch_ptr, out_ptr, lse_ptr,
-    q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows, softmax_scale, softcap,
+    q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
+    scratch_ptr, out_ptr, lse_ptr,
+    q_stride_t, q_stride_h, table_stride, max_seqlen_q, num_kv_heads, num_seqs, num_blocks, num_splits, num_rows,
+    softmax_scale, softcap,
     window, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs clear other rows."""
+    """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs
+    clear other rows.
+    """
     D: tl.constexpr = OPTIONS.head_dim
     G: tl.constexpr = OPTIONS.group
     ROWS: tl.constexpr = OPTIONS.rows
@@ -182,7 +208,16 @@ def portable_kernel(
     if cu_seqlens_ptr is not None and seq >= num_seqs:
         programs = num_seqs * num_kv_heads * num_blocks * num_splits * SHARES
         rest = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
-        _clear_rest(out_ptr, lse_ptr, rest, num_rows, num_splits, tl.program_id(0) - programs, tl.num_programs(0) - programs, OPTIONS)
+        _clear_rest(
+            out_ptr,
+            lse_ptr,
+            rest,
+            num_rows,
+            num_splits,
+            tl.program_id(0) - programs,
+            tl.num_programs(0) - programs,
+            OPTIONS,
+        )
         return
     if cu_seqlens_ptr is None:
         start = seq * max_seqlen_q
@@ -204,7 +239,9 @@ def portable_kernel(
     scratch_offsets = offset * D
     if OPTIONS.split:
         offset += split.to(tl.int64) * num_rows
-    any_first, any_end, all_first, all_end = _keys_of(length, first_position, last_position, leftpad_ptr, seq, window, OPTIONS)
+    any_first, any_end, all_first, all_end = _keys_of(
+        length, first_position, last_position, leftpad_ptr, seq, window, OPTIONS
+    )
     first_tile, end_tile = _tiles_of(any_first, any_end, split, num_splits, OPTIONS)
     if OPTIONS.split and first_tile >= end_tile:
         tl.store(lse_ptr + offset, HIDDEN, mask=real)
@@ -231,7 +268,9 @@ def portable_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     pages = pool_ptr, table_ptr, num_kv_heads, kv_head, first_channel
     HAS_START: tl.constexpr = OPTIONS.window or leftpad_ptr is not None
-    acc, denom, m, v_unit = _attend(queries, row_keys, pages, (first_tile, end_tile), (all_first, all_end), HAS_START, OPTIONS)
+    acc, denom, m, v_unit = _attend(
+        queries, row_keys, pages, (first_tile, end_tile), (all_first, all_end), HAS_START, OPTIONS
+    )
 
     # Rows that see nothing have denom = 0; a NaN is not 0 and stays.
     nothing = denom == 0.0

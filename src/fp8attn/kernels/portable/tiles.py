@@ -44,24 +44,34 @@ def _add_part(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
     v = tl.load(v_ptrs) if OPTIONS.head_dim == OPTIONS.width else tl.load(v_ptrs, mask=v_mask, other=0)
     v = tl.permute(tl.reshape(from_e4m3(v, OPTIONS.native), (TILE // GROUP, CHANNELS, GROUP)), (0, 2, 1))
     v = tl.reshape(v, (WARPS, TILE // WARPS, CHANNELS) if WARPS > 1 else (TILE, CHANNELS))
-    # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would turn a product
-    # and a sum into an accumulation of the tensor core.)
+    # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would
+    # turn a product and a sum into an accumulation of the tensor core.)
     return tl.fma(acc, rescale, tl.dot(p, v))
 
 
 @triton.jit
 def add_tiles(
-    state, queries, row_keys, pages, first_tile, end_tile, MASK_START: tl.constexpr, MASK_END: tl.constexpr, OPTIONS: tl.constexpr
+    state,
+    queries,
+    row_keys,
+    pages,
+    first_tile,
+    end_tile,
+    MASK_START: tl.constexpr,
+    MASK_END: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Add the keys of tiles `[first_tile, end_tile)` to the softmax state of a block of rows, and return it.
 
-    If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and its own state.
+    If several warps split the keys, every tensor has a first axis of warps. Each warp has a part of the tile's keys and
+    its own state.
 
     Args:
         state: `acc` in units of `v_unit`, a tuple of parts of the channels; denominators, maxima, and `v_unit`.
         queries: `q`; the factors of scores; what is added to them before the softcap; the cap.
         row_keys: the keys `[first, end)` that each row sees.
-        pages: the pool, the sequence's row of the page table, the number of KV heads, the head, and the first channel of V.
+        pages: the pool, the sequence's row of the page table, the number of KV heads, the head, and the first channel
+            of V.
         MASK_START, MASK_END: some row does not see some key on the left, or on the right.
     """
     acc, denom, m, v_unit = state
@@ -92,20 +102,26 @@ def add_tiles(
         k_offsets = token[:, None] * D + d[None, :]
         k_mask = (d < D)[None, :]
         key = token[None, :]
-    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * GROUP)[None, :]  # [channel, token] of a group of V, in the order of memory
+    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * GROUP)[
+        None, :
+    ]  # [channel, token] of a group of V, in the order of memory
     v_offsets = tl.arange(0, TILE // GROUP)[:, None] * (D * GROUP) + in_group
     v_mask = in_group < D * GROUP
 
     # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
     some = first_tile < end_tile
-    page_ptr = _page(pool_ptr, tl.load(table_ptr + first_tile // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT)
+    page_ptr = _page(
+        pool_ptr, tl.load(table_ptr + first_tile // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT
+    )
     k_scale, v_scale = _scales(page_ptr, some, LAYOUT)
     v_ratio = v_unit / v_scale
     for tile in range(first_tile, end_tile):
         tile_ptr = page_ptr + (tile * TILE - tile // TILES * PAGE) * D
         k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
         v_ptrs = tile_ptr + (LAYOUT.v_offset + channel * GROUP) + v_offsets
-        page_ptr = _page(pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT)
+        page_ptr = _page(
+            pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT
+        )
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
         k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)
@@ -116,7 +132,8 @@ def add_tiles(
             # cap * tanh(x), from exp2(2 x log2(e)), whose factor is in f and shift
             s = cap - 2.0 * cap / (tl.exp2(s * tl.expand_dims(f, -1) + tl.expand_dims(shift, -1)) + 1.0)
         elif not CODEC.has_nan and (MASK_START or MASK_END):
-            # A page with a NaN in a token has a NaN scale (`reference.append`). Only rows that see a key of the page become NaN.
+            # A page with a NaN in a token has a NaN scale (`reference.append`). Only rows that see a key of the page
+            # become NaN.
             s += k_scale - k_scale
             f = tl.where(k_scale == k_scale, f, 1.0)
         if MASK_START and MASK_END:

@@ -1,13 +1,13 @@
 """FP8 attention for Hopper, for many queries: FP32 accumulation after every tile (docs/prefill.md).
 
     s = (q_fp8 . k_fp8) * (q_scale * k_scale * softmax_scale)        one factor for each row and tile
-    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     p v starts from zero for each tile, so the tensor core's short
-    out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
+    acc = acc * (alpha * v_scale_before / v_scale) + p_fp8 v_fp8     p v starts from zero for each tile, so the tensor
+    core's short out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
 
-Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `prefill_attention`. Device, from the outside in: `kernel`, `producer`
-(with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`. All of them use `registers` (sizes and
-layouts), `plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`, `ring.PrefillRing`, `queries.PrefillQueries` and
-`epilogue.PrefillOutput`.
+Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `prefill_attention`. Device, from the outside in:
+`kernel`, `producer` (with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`.
+All of them use `registers` (sizes and layouts), `plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`,
+`ring.PrefillRing`, `queries.PrefillQueries` and `epilogue.PrefillOutput`.
 """
 
 from __future__ import annotations
@@ -36,36 +36,48 @@ def prefill_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over the pages in FP8 with FP32 accumulation. docs/prefill.md describes the rounding.
 
-    Nothing is read back from the device, so lengths, tables and scales may change between replays of a CUDA graph. Equal inputs give equal
-    bits.
+    Nothing is read back from the device, so lengths, tables and scales may change between replays of a CUDA graph.
+    Equal inputs give equal bits.
 
     Args:
-        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are rotated if K is, scaled
-            by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
+        q: `[T, num_q_heads, head_dim]` or `[num_seqs, S, num_q_heads, head_dim]`. bfloat16 or float16 queries are
+            rotated if K is, scaled by row and rounded to K's dtype. float8_e4m3fn queries are used without a change.
         new_keys: as `Backend.attention` takes it.
     Returns:
-        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of `ops.attention`. Without
-        `return_lse`, `lse` may be None.
+        `out` of q's shape, in q's dtype (bfloat16 for FP8 queries), and `lse` float32, in the memory order of
+        `ops.attention`. Without `return_lse`, `lse` may be None.
     Raises:
         ValueError: FP8 queries over keys that are INT8 or rotated.
     """
-    if params.softmax_scale <= 0.0:  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
+    if (
+        params.softmax_scale <= 0.0
+    ):  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
         positive = params._replace(softmax_scale=abs(params.softmax_scale) or 1.0)
         return prefill_attention(_times_sign(q, params.softmax_scale), pages, positive, out)
-    cu_seqlens_q, max_seqlen_q, causal, return_lse = params.cu_seqlens_q, params.max_seqlen_q, params.causal, params.return_lse
+    cu_seqlens_q, max_seqlen_q, causal, return_lse = (
+        params.cu_seqlens_q,
+        params.max_seqlen_q,
+        params.causal,
+        params.return_lse,
+    )
     window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
     if q.dtype == FP8 and (pages.format.rotate or pages.format.k.dtype != FP8):
-        raise ValueError("FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to these pages")
+        raise ValueError(
+            "FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to "
+            "these pages"
+        )
     device, kv_format = q.device, pages.format
     *rows, head_dim = shape = q.shape
     pool, table = pages.pool, pages.page_table
     pool_shape, (num_seqs, columns) = pool.shape, table.shape
     dtype = torch.bfloat16 if q.dtype == FP8 else q.dtype
-    # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one that is not read.
+    # ptxas: d256-e4m3-no-lse, d256-ragged-no-lse. Without an LSE it spills in their loops, so these launches write one
+    # that is not read.
     return_lse |= power_of_two(head_dim) == 256 and (pages.format.k.dtype == FP8 or cu_seqlens_q is not None)
     if out is None:
         out = torch.empty_like(q, dtype=dtype) if len(rows) == 3 else torch.empty(*shape, dtype=dtype, device=device)
-        # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one element.
+        # The layout of queries cannot be copied where strides overlap, or are arbitrary because a dimension has one
+        # element.
         if out.stride(-1) != 1:
             out = torch.empty(shape, dtype=dtype, device=device)
     lse = torch.empty(*rows, dtype=torch.float32, device=device) if return_lse else None
@@ -80,8 +92,10 @@ def prefill_attention(
         if last:
             return _two_launches(q, pages, params, out, last), None
     problem = PrefillProblem(
-        shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, key_dtype=kv_format.k.dtype, num_seqs=num_seqs,
-        columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None, max_seqlen_q=max_seqlen_q, causal=causal,
+        shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, key_dtype=kv_format.k.dtype,
+        num_seqs=num_seqs,
+        columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None, max_seqlen_q=max_seqlen_q,
+        causal=causal,
         window=window, softcap=softcap > 0, leftpad=leftpad_k is not None, rotate=kv_format.rotate, exact=params.exact,
         batch_invariant=params.batch_invariant, q8=q.dtype == FP8, lse=return_lse,
     )  # fmt: skip
@@ -121,7 +135,9 @@ def _times_sign(q: torch.Tensor, scale: float) -> torch.Tensor:
     return -q if scale else q * 0.0  # a NaN stays
 
 
-def _two_launches(q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int) -> torch.Tensor:
+def _two_launches(
+    q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor, last: int
+) -> torch.Tensor:
     """`prefill_attention` of all but the first `last` queries of each sequence, and then of these."""
 
     def some(x: torch.Tensor, part: slice) -> torch.Tensor:

@@ -48,13 +48,19 @@ SHAPES = {
     128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
     256: (Shape(2, 4, 2, 0, 0, 240, 24),),
 }
-INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}  # of `AttentionParams.batch_invariant`: one for any problem
+INVARIANT = {
+    width: shapes[-1] for width, shapes in SHAPES.items()
+}  # of `AttentionParams.batch_invariant`: one for any problem
 # Times and parts are counted in pages of keys, whatever the tile of a shape.
 PART = 8  # the smallest number of pages in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
 EXACT = 1.7  # the time of a page with Q and P multiplied twice, divided by its time without (measured)
-PASSED_BY = 0.6  # the part of a page's time that shrinks with the partitions that have rows (measured with one of three)
-Q8 = 0.5  # overhead of an item with FP8 queries, relative to one with 16-bit queries, which the kernel rounds (measured)
+PASSED_BY = (
+    0.6  # the part of a page's time that shrinks with the partitions that have rows (measured with one of three)
+)
+Q8 = (
+    0.5  # overhead of an item with FP8 queries, relative to one with 16-bit queries, which the kernel rounds (measured)
+)
 LAUNCH = 5.0  # microseconds that a second launch costs
 GAIN = 0.98  # two launches are made if they take less than this share of the time of one
 
@@ -74,11 +80,11 @@ class Problem(NamedTuple):
     q8: bool = False  # queries are in FP8
 
     def blocks(self, rows: int) -> list[tuple[float, float, float, float]]:
-        """Blocks of `rows` queries of one head: how many there are, the pages of a sequence's last block, and those of its first; and the
-        rows of a block that are queries, or all of them if blocks differ.
+        """Blocks of `rows` queries of one head: how many there are, the pages of a sequence's last block, and those of
+        its first; and the rows of a block that are queries, or all of them if blocks differ.
 
-        In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a first block that is
-        half empty, and as many keys before their queries as that one.
+        In a ragged batch one sequence has the most queries. The others are taken to have equal shares of the rest, a
+        first block that is half empty, and as many keys before their queries as that one.
         """
         most = -(-self.max_seqlen_q // rows)
         equal = self.num_seqs == 1 or self.tokens >= self.num_seqs * self.max_seqlen_q
@@ -98,7 +104,8 @@ class Problem(NamedTuple):
 def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape, int]:
     """The shape, and the parts of the keys, that take the least time.
 
-    Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if sequences fill the
+    Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if
+    sequences fill the
     table and if there are no keys before their queries: it has the least product of both times.
     """
     fewest = -(-problem.max_seqlen_q // PAGE_SIZE) if problem.ragged else problem.pages
@@ -112,8 +119,8 @@ def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape,
 def cuts(width: int, sms: int, problem: Problem) -> Iterable[tuple[Shape, int]]:
     """The ways to cut a problem: a shape, and a number of parts of the keys.
 
-    If items fill the GPU, parts can only make the last wave fuller. The keys of a ragged batch are not divided then, because most of them
-    may be one sequence's.
+    If items fill the GPU, parts can only make the last wave fuller. The keys of a ragged batch are not divided then,
+    because most of them may be one sequence's.
     """
     for shape in SHAPES[width]:
         items = max(1, int(problem.num_q_heads * sum(blocks for blocks, *_ in problem.blocks(shape.rows))))
@@ -151,8 +158,8 @@ def microseconds(shape: Shape, splits: int, sms: int, problem: Problem, chip: Ch
 def last_wave(width: int, sms: int, problem: Problem, chip: Chip) -> int:
     """How many queries of every sequence are computed by a second launch; 0: one launch computes all.
 
-    If all items have the same length, the last wave may leave most SMs idle. Then the first launch has whole waves, and the second cuts
-    keys into parts.
+    If all items have the same length, the last wave may leave most SMs idle. Then the first launch has whole waves, and
+    the second cuts keys into parts.
     """
 
     def time(queries: int) -> float:
@@ -173,7 +180,8 @@ def last_wave(width: int, sms: int, problem: Problem, chip: Chip) -> int:
 def min_pages_per_split(items: int, splits: int, sms: int, pages: int) -> int:
     """The smallest number of pages in a part.
 
-    It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has pages.
+    It is larger if parts only make waves even, which does not help if there are far fewer keys than the table has
+    pages.
     """
     return PART if items < sms else max(PART, pages // splits // 2)
 

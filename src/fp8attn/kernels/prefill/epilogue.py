@@ -29,7 +29,9 @@ class PrefillOutput:
 
     @gluon.jit
     def send(self, PARTITION: gl.constexpr, batch, token, head, count, y):
-        """Store a partition's rows, of which `count` are queries, by TMA. It skips other rows and channels after the last."""
+        """Store a partition's rows, of which `count` are queries, by TMA. It skips other rows and channels after the
+        last.
+        """
         SHAPE: gl.constexpr = [y.shape[0], y.shape[1]]
         FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, self.desc.dtype)
         memory = self.memory.index(PARTITION)
@@ -50,7 +52,9 @@ class PrefillOutput:
         """Store a partition's rows, of which `count` are queries. `y` has the channels from `first` on."""
         N: gl.constexpr = y.shape[1]
         y = y.to(self.ptr.dtype.element_ty)
-        if options.width < 256 and y.dtype.primitive_bitwidth == 16:  # whole rows, by way of shared memory (head_dim 256 has none left)
+        if (
+            options.width < 256 and y.dtype.primitive_bitwidth == 16
+        ):  # whole rows, by way of shared memory (head_dim 256 has none left)
             y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [gl.num_warps(), 1], [1, 0]))
         row = gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
         channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
@@ -58,14 +62,24 @@ class PrefillOutput:
         if first + N > options.head_dim:
             mask = mask & (channel < options.head_dim)[None, :]
         # Strides are in units of 16 bytes, so that the compiler knows they are multiples and uses wide stores.
-        ptr = self.ptr + (batch.to(gl.int64) * self.stride_b + token.to(gl.int64) * self.stride_t + head.to(gl.int64) * self.stride_h) * 8
+        ptr = (
+            self.ptr
+            + (
+                batch.to(gl.int64) * self.stride_b
+                + token.to(gl.int64) * self.stride_t
+                + head.to(gl.int64) * self.stride_h
+            )
+            * 8
+        )
         gl.store(ptr + (row * (self.stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
 
 
 @gluon.jit
-def write_channels(PARTITION: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
+def write_channels(PARTITION: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen,
+blind,
                    first: gl.constexpr, options: gl.constexpr):  # fmt: skip
-    """Store channels of the output, from `first` on: `acc * inverse + v_mean * share`, and zero in rows that saw no key.
+    """Store channels of the output, from `first` on: `acc * inverse + v_mean * share`, and zero in rows that saw no
+    key.
 
     Args:
         batch, token, head: the position of the first row.
@@ -129,7 +143,9 @@ def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.co
         at = (batch * output.num_tokens + token).to(gl.int64) * output.num_q_heads + head
         if options.split:  # as `combine` takes it
             lse = gl.where(unseen, HIDDEN, m - WEIGHT_BITS + log2(sums))
-            gl.store(output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, mean_score, mask=row < count)
+            gl.store(
+                output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, mean_score, mask=row < count
+            )
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)
@@ -138,6 +154,23 @@ def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.co
     if options.width == 256:
         N: gl.constexpr = options.width // 4
         for i in gl.static_range(len(acc)):
-            write_channels(rows.PARTITION, output, batch, token, head, count, v_mean, acc[i], inverse, share, unseen, blind, i * N, options)
+            write_channels(
+                rows.PARTITION,
+                output,
+                batch,
+                token,
+                head,
+                count,
+                v_mean,
+                acc[i],
+                inverse,
+                share,
+                unseen,
+                blind,
+                i * N,
+                options,
+            )
     else:
-        write_channels(rows.PARTITION, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options)
+        write_channels(
+            rows.PARTITION, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options
+        )

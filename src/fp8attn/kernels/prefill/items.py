@@ -1,6 +1,7 @@
 """Items of work, which the producer announces to the warps that multiply, and the static means that they need.
 
-An item is the query rows of one head that the partitions multiply, over their tiles of keys. Two items are in flight, in two slots.
+An item is the query rows of one head that the partitions multiply, over their tiles of keys. Two items are in flight,
+in two slots.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class Items:
     """Shared memory for two announced items."""
 
     fields: gl.shared_memory_descriptor  # int32 [2 * FIELDS, 1]
-    v_unit: gl.shared_memory_descriptor  # float32 [2, 1]: the scale of V of the last tile, which is the unit of the output
+    v_unit: (
+        gl.shared_memory_descriptor
+    )  # float32 [2, 1]: the scale of V of the last tile, which is the unit of the output
 
     @gluon.jit
     def get(self, slot, FIELD: gl.constexpr):
@@ -32,7 +35,9 @@ class Items:
 
     @gluon.jit
     def count(self, slot, first: gl.constexpr):
-        """How many of a partition's rows, which are those from `first` on, are queries (its first rows); none if it is zero or less."""
+        """How many of a partition's rows, which are those from `first` on, are queries (its first rows); none if it is
+        zero or less.
+        """
         return gl.where(self.get(slot, FIRST) > first, 0, self.get(slot, COUNT) - first)
 
 
@@ -68,7 +73,8 @@ class Rows:
 class Means:
     """K's mean, if it is needed (weights do not need it), and V's mean, if there is one.
 
-    The means of an item are copied to shared memory. With head_dim 256, shared memory is full, and they are read from global memory.
+    The means of an item are copied to shared memory. With head_dim 256, shared memory is full, and they are read from
+    global memory.
     """
 
     memory: gl.shared_memory_descriptor  # float32 [4, width]: K's of two items, V's of two items

@@ -11,14 +11,17 @@ from .ring import Place
 from .tiles import attend_in_turn, attend_overlapped, attend_twice
 from .tiles_wide import attend_wide
 
-# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do not average out. The
-# numbers are for prompts, whose other rows see more keys, and for queries that all see the same keys. With
-# `PrefillOptions.batch_invariant` one number is for both, and the partition multiplies zeros for its rows that see more.
+# Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do
+# not average out. The numbers are for prompts, whose other rows see more keys, and for queries that all see the same
+# keys. With `PrefillOptions.batch_invariant` one number is for both, and the partition multiplies zeros for its rows
+# that see more.
 FEW_IN_ALL = gl.constexpr(640)
 
 
 @gluon.jit
-def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, causal, window, scale, cap):
+def multiply(
+    PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, items, means, output, causal, window, scale, cap
+):
     """Compute the rows of a partition of every item that the producer announces."""
     FIRST_ROW: gl.constexpr = PARTITION * options.rows
     item = 0
@@ -41,7 +44,8 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         if options.mask_left or options.split:  # noqa: SIM108 - no choice between values: they differ in type
             blind = None  # a row between others may see no key
         else:
-            # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill in the loop.
+            # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill
+            # in the loop.
             blind = all_last < 0
         if options.batch_invariant:  # noqa: SIM108 - at compile time
             few = all_last < FEW
@@ -55,13 +59,16 @@ def multiply(PARTITION: gl.constexpr, options: gl.constexpr, queries, ring, item
         raw = queries.raw.index(PARTITION)
         factor, mean_score = load_queries(q, raw, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(
-            PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q, factor=factor,
+            PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q,
+            factor=factor,
             mean_score=mean_score, cap=cap)  # fmt: skip
         if means.USES_K and not options.softcap:
             # Loaded again at the end, because there are no registers for it until then.
             queries.mean_score.index(PARTITION).store(mean_score)
 
-        place = attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place, options)
+        place = attend(
+            rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place, options
+        )
         item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
@@ -74,7 +81,8 @@ def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_
            options: gl.constexpr):  # fmt: skip
     """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
-    `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that are queries.
+    `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that
+    are queries.
     """
     PARTITION: gl.constexpr = rows.PARTITION
     TILE: gl.constexpr = options.tile
@@ -93,7 +101,9 @@ def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_
     # Tiles that only other partitions' rows see.
     for _ in range(last - top):
         ring.wait_k(place)
-        ring.wait_v(place)  # before the barrier of K's release: no product joins the warps, and a late one would miss two phases
+        ring.wait_v(
+            place
+        )  # before the barrier of K's release: no product joins the warps, and a late one would miss two phases
         ring.release_k(place)
         ring.release_v(place)
         place = ring.next(place)

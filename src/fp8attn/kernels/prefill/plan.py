@@ -27,7 +27,8 @@ NO_WINDOW = 1 << 30
 class PrefillOptions(ConstexprFields):
     """The one constexpr parameter of the kernel, which the host makes (`plan`). Device code reads it.
 
-    An option that follows from the types of arguments is a field of the aggregate that contains them: `PrefillQueries.Q16`, `Means.USES_K`.
+    An option that follows from the types of arguments is a field of the aggregate that contains them:
+    `PrefillQueries.Q16`, `Means.USES_K`.
     """
 
     head_dim: int
@@ -43,7 +44,9 @@ class PrefillOptions(ConstexprFields):
     mask_left: bool  # keys on the left may be masked: there is a window, or padding
     softcap: bool
     exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
-    batch_invariant: bool  # which rows are multiplied twice does not depend on the rows beside them; with `exact` all are
+    batch_invariant: (
+        bool  # which rows are multiplied twice does not depend on the rows beside them; with `exact` all are
+    )
     split: bool  # an item has a part of its tiles, and `combine` adds the parts
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
 
@@ -113,8 +116,9 @@ class PrefillPlan:
     grid: tuple[int]
     counter: Counters
     numbers: PrefillNumbers
-    # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128. Parts of the keys
-    # have no such kernel, because dense calls of queries and keys of few combinations of lengths would be the only ones to compile it.
+    # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128.
+    # Parts of the keys have no such kernel, because dense calls of queries and keys of few combinations of lengths
+    # would be the only ones to compile it.
     early: bool
     constants: Constants
 
@@ -139,13 +143,16 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         q_strides, out_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides))
     width = power_of_two(head_dim)
     sms = num_sms(device)
-    pages = min(columns, (window + 3 * ROWS.value) // PAGE_SIZE + 2) if window else columns  # that a query sees, at most
+    pages = (
+        min(columns, (window + 3 * ROWS.value) // PAGE_SIZE + 2) if window else columns
+    )  # that a query sees, at most
     size = Problem(
         num_seqs, num_q_heads, head_dim, tokens=batch * tokens, max_seqlen_q=max_seqlen_q, pages=pages,
         causal=problem.causal and not window, ragged=ragged, exact=exact, q8=q8,
     )  # fmt: skip
     cut, splits = (INVARIANT[width], 1) if problem.batch_invariant else best_cut(width, sms, size, chip(device))
-    # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not full.
+    # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not
+    # full.
     items = num_q_heads * (tokens // cut.rows + num_seqs + 1 if ragged else num_seqs * -(-tokens // cut.rows))
     if splits > 1:  # `[splits * batch, tokens, num_q_heads, head_dim]`
         out_strides = tokens * num_q_heads * head_dim, num_q_heads * head_dim, head_dim
@@ -154,9 +161,12 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     wave_pages = chip(device).l2 // (2 * head_dim * PAGE_SIZE)
     stride_b, stride_t, stride_h = (stride // 8 for stride in out_strides)
     numbers = PrefillNumbers(
-        out_stride_b=stride_b, out_stride_t=stride_t, out_stride_h=stride_h, num_tokens=tokens, max_q=max_seqlen_q, num_seqs=num_seqs,
-        num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride, causal=int(problem.causal),
-        window=window or NO_WINDOW, parts=splits, min_tiles=min_pages_per_split(items, splits, sms, pages) * PAGE_SIZE // cut.tile,
+        out_stride_b=stride_b, out_stride_t=stride_t, out_stride_h=stride_h, num_tokens=tokens, max_q=max_seqlen_q,
+        num_seqs=num_seqs,
+        num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride,
+        causal=int(problem.causal),
+        window=window or NO_WINDOW, parts=splits, min_tiles=min_pages_per_split(items, splits, sms,
+        pages) * PAGE_SIZE // cut.tile,
         wave=heads_in_wave(max_seqlen_q, pages, wave_rows, wave_pages), wave_rows=wave_rows, wave_pages=wave_pages,
         plane=splits * batch * tokens * num_q_heads,
     )  # fmt: skip
@@ -169,15 +179,19 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows, tile=cut.tile,
-        stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers, producer_registers=cut.producer_registers,
+        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows,
+        tile=cut.tile,
+        stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers,
+        producer_registers=cut.producer_registers,
         mask_left=window > 0 or problem.leftpad, softcap=problem.softcap, exact=exact,
         batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else problem.lse or splits > 1)
     operands = "sums" if tight else "all"
-    constants = make_constants("prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True)
+    constants = make_constants(
+        "prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True
+    )
     k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts, cut.tile)
     return PrefillPlan(
         queries=queries, fetched=tma_takes(shape, problem.strides, 1 if q8 else 2), k=k, v=v, outputs=outputs,
@@ -187,20 +201,28 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
 
 
 def ragged_rows(num_heads: int, head_dim: int, strides: tuple[int, int], rows: int, width: int) -> View:
-    """The output of a ragged batch, `[T, num_heads, head_dim]` of 16 bits with these strides, for blocks that end with any sequence.
+    """The output of a ragged batch, `[T, num_heads, head_dim]` of 16 bits with these strides, for blocks that end with
+    any sequence.
 
-    TMA skips what is outside the tensor that it sees. So the third dimension has `ENDLESS` tokens, of which a block with `count` tokens of
-    a sequence begins `count` before the end. The other two move the address back: coordinates `ENDLESS` and `token + count` add
-    `(2**34 - stride) * ENDLESS + stride * (token + count)`, and `2**34 * ENDLESS` elements are a multiple of 2**64 bytes, so nothing to a
-    64-bit address. This leaves `stride * token`. (Triton's `tools/ragged_tma.py` does the same.)
+    TMA skips what is outside the tensor that it sees. So the third dimension has `ENDLESS` tokens, of which a block
+    with `count` tokens of a sequence begins `count` before the end. The other two move the address back: coordinates
+    `ENDLESS` and `token + count` add `(2**34 - stride) * ENDLESS + stride * (token + count)`, and `2**34 * ENDLESS`
+    elements are a multiple of 2**64 bytes, so nothing to a 64-bit address. This leaves `stride * token`. (Triton's
+    `tools/ragged_tma.py` does the same.)
     """
     token, head = strides
     most = 0x7FFF0000
-    return View((most, most, ENDLESS.value, num_heads, head_dim), ((1 << 34) - token, token, token, head, 1), (1, 1, rows, 1, width))
+    return View(
+        (most, most, ENDLESS.value, num_heads, head_dim),
+        ((1 << 34) - token, token, token, head, 1),
+        (1, 1, rows, 1, width),
+    )
 
 
 def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of all dimensions except the last. A dimension of one element can have any stride, and gets one that TMA takes."""
+    """The strides of all dimensions except the last. A dimension of one element can have any stride, and gets one that
+    TMA takes.
+    """
     *sizes, last = shape
     return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
 
@@ -212,7 +234,8 @@ def second_launch(
     """How many of the `tokens` queries of each sequence, which all see `pages` pages of keys, a second launch computes
     (`cut.last_wave`)."""
     size = Problem(
-        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, pages=pages, causal=False, ragged=False,
+        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, pages=pages, causal=False,
+        ragged=False,
         exact=exact, q8=q8,
     )  # fmt: skip
     return last_wave(power_of_two(head_dim), num_sms(device), size, chip(device))

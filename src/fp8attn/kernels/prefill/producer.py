@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from ..codec import ratio_of_powers
 from ..common import HIDDEN, K_SCALE_WORD, V_SCALE_WORD
-from ..gluon import aggregate, arrive_with_words, fetch, fetch_words, gdc_wait, gl, gluon, mbarrier, sync, tensor_descriptor
+from ..gluon import (
+    aggregate,
+    arrive_with_words,
+    fetch,
+    fetch_words,
+    gdc_wait,
+    gl,
+    gluon,
+    mbarrier,
+    sync,
+    tensor_descriptor,
+)
 from ..tiles import column_of, fetch_k, fetch_v
 from .items import BATCH, COUNT, FIRST, HEAD, KV_HEAD, LAST, LEFT, LENGTH, POSITION, TILES, TOKEN
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
@@ -58,7 +69,9 @@ class Block:
     row: gl.tensor  # the sequence's row in the table of pages; for the rows after the last sequence, any row
     length: gl.tensor  # keys of the sequence
     q_len: gl.tensor  # queries of the sequence
-    begin: gl.tensor  # the block's first row among the queries; below zero, by whole partitions, if the block begins before them
+    begin: (
+        gl.tensor
+    )  # the block's first row among the queries; below zero, by whole partitions, if the block begins before them
     token: gl.tensor  # the block's first row in the batch
     head: gl.tensor
     part: gl.tensor
@@ -71,8 +84,8 @@ def tiles_of(block, batch, work, options: gl.constexpr):
     """The tiles that an item reads.
 
     Returns:
-        The length of the sequence, 0 if the item sees no keys; the position of the block's first query; the first and the last tile, which
-        are one tile if it sees no keys; the number of keys on the left that are masked.
+        The length of the sequence, 0 if the item sees no keys; the position of the block's first query; the first and
+        the last tile, which are one tile if it sees no keys; the number of keys on the left that are masked.
     """
     TILE: gl.constexpr = options.tile
     length = gl.where(block.seq < batch.num_seqs, block.length, 0)
@@ -99,13 +112,17 @@ def tiles_of(block, batch, work, options: gl.constexpr):
 
 @gluon.jit
 def leave_out(block, output, options: gl.constexpr):
-    """Write the LSE of an item without keys. The other warps do not see the item, and `combine` reads nothing else of it."""
+    """Write the LSE of an item without keys. The other warps do not see the item, and `combine` reads nothing else of
+    it.
+    """
     lse = output.lse + (block.out_slab * output.num_tokens + block.token).to(gl.int64) * output.num_q_heads + block.head
     ROWS: gl.constexpr = options.rows
     for i in gl.static_range(options.partitions):
         row = i * ROWS + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))
         hidden = gl.full([ROWS], HIDDEN, gl.float32, row.type.layout)
-        gl.store(lse + row * output.num_q_heads, hidden, mask=(block.begin + row >= 0) & (block.begin + row < block.q_len))
+        gl.store(
+            lse + row * output.num_q_heads, hidden, mask=(block.begin + row >= 0) & (block.begin + row < block.q_len)
+        )
 
 
 @gluon.jit
@@ -118,21 +135,32 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     PARTITIONS: gl.constexpr = options.partitions
     none = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     kv_head = block.head // (batch.num_q_heads // source.num_kv_heads)
-    # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the phase does not end
-    # without that arrival, and until then the count of bytes is below zero.
+    # Copies that need no length start before the length is loaded. A copy may end before its barrier expects it: the
+    # phase does not end without that arrival, and until then the count of bytes is below zero.
     for i in gl.static_range(PARTITIONS):
         mbarrier.wait(queries.empty.index(i), slot ^ 1)
     if options.width < 256:
         channel = gl.arange(0, options.width, gl.BlockedLayout([options.width // 32], [32], [1], [0]))
         if means.v is not None:  # zeros outside the mask
-            fetch_words(means.memory.index(2 + slot), means.v + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+            fetch_words(
+                means.memory.index(2 + slot),
+                means.v + kv_head * options.head_dim + channel,
+                mask=channel < options.head_dim,
+            )
         if means.USES_K:
-            fetch_words(means.memory.index(slot), means.k + kv_head * options.head_dim + channel, mask=channel < options.head_dim)
+            fetch_words(
+                means.memory.index(slot),
+                means.k + kv_head * options.head_dim + channel,
+                mask=channel < options.head_dim,
+            )
     for i in gl.static_range(PARTITIONS):
         corner = [block.slab, block.token + i * options.rows, block.head, 0]
-        fetch(source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * PARTITIONS + i))
+        fetch(
+            source.q, corner, queries.full.index(i), source.queries.index(i if queries.Q16 else slot * PARTITIONS + i)
+        )
     length, position, bottom, last, left = tiles_of(block, batch, work, options)
-    # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are loaded.
+    # The first tile's page, and the next one's; the item is announced while they are fetched, and then the scales are
+    # loaded.
     page = source.page(block.row, last, options)
     ahead = source.page(block.row, gl.maximum(last - 1, bottom), options)
     items.put(slot, TILES, last - bottom + 1)
@@ -158,15 +186,18 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
     header = source.header(at + none, options)
     k_scale = gl.load(header + K_SCALE_WORD, mask=none + length > 0, other=1.0)  # an empty sequence's page is any page
     v_scale = gl.load(header + V_SCALE_WORD)
-    # Loaded a second time on purpose: Triton 3.6 would treat an alias as loop-invariant, and `+ 0` would wait for the load.
+    # Loaded a second time on purpose: Triton 3.6 would treat an alias as loop-invariant, and `+ 0` would wait for the
+    # load.
     v_unit = gl.load(header + V_SCALE_WORD, cache_modifier=".ca")
     ticket = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(last - bottom + 1):
-        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others. Nor after this tile
-        # is requested: the answer takes half a microsecond, and short items are over soon.
+        # Not before: items differ in length, and a CTA that has just begun a long one would keep the next from others.
+        # Nor after this tile is requested: the answer takes half a microsecond, and short items are over soon.
         ticket = draw(work.counter, j == last - bottom)
         mbarrier.wait(ring.barrier(K_EMPTY, place), place.phase)
-        fetch_k(source.k, at, last - j, ring.barrier(K_FULL, place), ring.k.index(place.stage))  # before its scale has been loaded
+        fetch_k(
+            source.k, at, last - j, ring.barrier(K_FULL, place), ring.k.index(place.stage)
+        )  # before its scale has been loaded
         ring.scales.index(place.stage).store(k_scale)
         v_ratio = ratio_of_powers(v_unit, v_scale)
         ring.scales.index(ring.STAGES + place.stage).store(v_ratio)
@@ -189,7 +220,8 @@ def feed(block, place, slot, options: gl.constexpr, queries, ring, items, means,
 
 @gluon.jit
 def produce(options: gl.constexpr, queries, ring, items, means, output, source, batch, work):
-    """Claim items (query rows of one head, `options.rows` for each partition), announce them, and keep the ring of tiles full.
+    """Claim items (query rows of one head, `options.rows` for each partition), announce them, and keep the ring of
+    tiles full.
 
     With `options.split`, an item is one of `parts` parts of the tiles, and writes one of `parts` outputs.
     """
@@ -199,9 +231,10 @@ def produce(options: gl.constexpr, queries, ring, items, means, output, source, 
     phase = 1
     place = Place(stage, phase)
     item = 0
-    # The order of items: sequence by sequence; in a sequence, `wave` heads at a time, whose K and V fit into L2; of these heads,
-    # the last block of queries first, because it sees the most keys. The last block ends with the sequence. So the partial block, which
-    # takes the time of a full one, is the first block, which has the fewest keys, and it begins before the sequence.
+    # The order of items: sequence by sequence; in a sequence, `wave` heads at a time, whose K and V fit into L2; of
+    # these heads, the last block of queries first, because it sees the most keys. The last block ends with the
+    # sequence. So the partial block, which takes the time of a full one, is the first block, which has the fewest keys,
+    # and it begins before the sequence.
     claim = gl.program_id(0)
     part = 0
     if options.split:

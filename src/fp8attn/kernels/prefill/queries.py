@@ -1,4 +1,6 @@
-"""Queries in shared memory: the rotation, the scale of each row, and rounding to 8 bits; and the error of this rounding."""
+"""Queries in shared memory: the rotation, the scale of each row, and rounding to 8 bits; and the error of this
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def words(rows, width):
     """`width` channels of rows, of which a thread has four neighbors in every 16, so that their codes are a word."""
     blocks = [[0, 16 << bit] for bit in range((width // 16).bit_length() - 1)]
     warps = [[16 << bit, 0] for bit in range((rows // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width])
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *blocks], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width]
+    )
 
 
 @aggregate
@@ -36,15 +40,21 @@ class PrefillQueries:
     """Shared memory of an item's queries, some rows for each partition."""
 
     codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `raw`)
-    raw: gl.shared_memory_descriptor  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
+    raw: (
+        gl.shared_memory_descriptor
+    )  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
     rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `raw`
     mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], kept from the beginning of an item to its end
     factor: gl.shared_memory_descriptor  # float32 [partitions, rows], likewise, with three warpgroups
-    signs: gl.shared_memory_descriptor | gl.constexpr  # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
+    signs: (
+        gl.shared_memory_descriptor | gl.constexpr
+    )  # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
     full: gl.shared_memory_descriptor  # barriers, one for each partition: rows and the item's fields are there
     empty: gl.shared_memory_descriptor  # barriers, one for each partition: the memory of rows and fields is free
     Q16: gl.constexpr  # queries have 16 bits
-    REST: gl.constexpr  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
+    REST: (
+        gl.constexpr
+    )  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
 
     @gluon.jit
     def release(self, PARTITION: gl.constexpr):
@@ -58,8 +68,8 @@ class PrefillQueries:
 
 @gluon.jit
 def store_signs(signs):
-    """Write `H diag(sign)` of 16 channels, transposed, to `signs [16, 16]`. Columns are in the order in which `mma_v2` gives a thread four
-    neighbors."""
+    """Write `H diag(sign)` of 16 channels, transposed, to `signs [16, 16]`. Columns are in the order in which `mma_v2`
+    gives a thread four neighbors."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -158,7 +168,9 @@ def round_rows(codes, blocks):
     if codes.dtype == gl.int8:
         largest = larger(largest, TINY)
         up = 127.0 / largest
-        factor = largest * (1 / 127) + largest * 0.0  # INT8 has no NaN and no Inf: a row with one of them has the factor NaN
+        factor = (
+            largest * (1 / 127) + largest * 0.0
+        )  # INT8 has no NaN and no Inf: a row with one of them has the factor NaN
         for j in gl.static_range(len(blocks)):
             eight += (rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8),)
     else:
@@ -187,7 +199,10 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
         if k_mean is not None:
             for j in gl.static_range(len(blocks)):
                 mean_score += (
-                    gl.sum(blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1) * scale
+                    gl.sum(
+                        blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1
+                    )
+                    * scale
                 )
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
@@ -195,7 +210,10 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
         mean_score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
         if k_mean is not None:
             x = codes.load(A).to(gl.float32)
-            mean_score = gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1) * scale
+            mean_score = (
+                gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1)
+                * scale
+            )
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     return gl.convert_layout(factor, ROW, assert_trivial=True), gl.convert_layout(mean_score, ROW, assert_trivial=True)
 

@@ -1,4 +1,6 @@
-"""The sizes and layouts of tiles that all files of the kernel share, and reinterpretations of registers, which move no value."""
+"""The sizes and layouts of tiles that all files of the kernel share, and reinterpretations of registers, which move no
+value.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 FEW = gl.constexpr(256)  # rows of prompts that see fewer keys are multiplied twice (`multiply`)
-ENDLESS = gl.constexpr(1 << 30)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
+ENDLESS = gl.constexpr(
+    1 << 30
+)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
 
 
 @gluon.constexpr_function
@@ -45,7 +49,9 @@ def join(tiles):
 @gluon.jit
 def whole(a, b, LAYOUT: gl.constexpr):
     """Two halves of the channels as one tile."""
-    return gl.convert_layout(gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]]), LAYOUT, assert_trivial=True)
+    return gl.convert_layout(
+        gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]]), LAYOUT, assert_trivial=True
+    )
 
 
 @gluon.jit

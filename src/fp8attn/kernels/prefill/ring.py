@@ -27,7 +27,8 @@ def number(memory):
 def address_of(barriers):
     """The address of barriers in shared memory, for inline PTX.
 
-    Gluon has none. So the end of shared memory, where Triton puts small allocations, is filled with addresses before it is used.
+    Gluon has none. So the end of shared memory, where Triton puts small allocations, is filled with addresses before it
+    is used.
     """
     store_addresses()
     sync()
@@ -50,11 +51,15 @@ K_FULL, V_FULL, K_EMPTY, V_EMPTY = (gl.constexpr(i) for i in range(4))
 
 @aggregate
 class PrefillRing:
-    """Stages for a tile of K and of V each. The producer fills empty stages, and every warp that multiplies reads full ones."""
+    """Stages for a tile of K and of V each. The producer fills empty stages, and every warp that multiplies reads full
+    ones.
+    """
 
     k: gl.shared_memory_descriptor  # [STAGES, 128, width]
     v: gl.shared_memory_descriptor  # [STAGES * parts, width / parts, 128]: each part of V's channels is one product
-    scales: gl.shared_memory_descriptor  # float32 [2 * STAGES, 1]: of K; of V of the tile before, in units of this one's
+    scales: (
+        gl.shared_memory_descriptor
+    )  # float32 [2 * STAGES, 1]: of K; of V of the tile before, in units of this one's
     ones: gl.shared_memory_descriptor  # E4M3 [8, 128]: ones, whose product with the weights is their sums
     barriers: gl.shared_memory_descriptor  # [4 * STAGES, 1]
     address: gl.tensor  # of the barriers
@@ -62,8 +67,8 @@ class PrefillRing:
 
     @gluon.jit
     def open(self, ARRIVALS: gl.constexpr):
-        """Initialize the barriers. `ARRIVALS` is how often a tile is released: by each warp of the only partition that multiplies, or by
-        each partition of one warpgroup."""
+        """Initialize the barriers. `ARRIVALS` is how often a tile is released: by each warp of the only partition that
+        multiplies, or by each partition of one warpgroup."""
         for i in gl.static_range(4 * self.STAGES):
             init_at(self.address + 8 * i, 1 if i < 2 * self.STAGES else ARRIVALS)
 
@@ -78,8 +83,8 @@ class PrefillRing:
     def barrier(self, KIND: gl.constexpr, place):
         return self.barriers.index(KIND * self.STAGES + place.stage)
 
-    # Those of the warps that multiply. Two warpgroups of one partition do not wait for each other. Three warpgroups are 2 to 5% slower if
-    # each warp arrives for itself.
+    # Those of the warps that multiply. Two warpgroups of one partition do not wait for each other. Three warpgroups are
+    # 2 to 5% slower if each warp arrives for itself.
 
     @gluon.jit
     def at(self, KIND: gl.constexpr, place):
@@ -107,7 +112,9 @@ class PrefillRing:
         if gl.num_warps() > 4:
             arrive_at(self.at(V_EMPTY, place))
         else:
-            arrive(self.barrier(V_EMPTY, place))  # only products read V, and they end for all warps of a warpgroup together
+            arrive(
+                self.barrier(V_EMPTY, place)
+            )  # only products read V, and they end for all warps of a warpgroup together
 
     @gluon.jit
     def k_scale(self, place):

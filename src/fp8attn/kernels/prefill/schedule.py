@@ -1,13 +1,15 @@
-"""The order of items: by sequence, in a ragged batch those with many keys first; and in a sequence some heads at a time."""
+"""The order of items: by sequence, in a ragged batch those with many keys first; and in a sequence some heads at a
+time.
+"""
 
 from __future__ import annotations
 
 from ..common import PAGE
 from ..gluon import aggregate, gl, gluon
 
-# The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to MAX_HEADS. (GQA groups share
-# K and V, but the number is the same.) Causal items differ in length, and the longest are first. This balances the SMs if each has CLAIMS
-# items, or if the wave has MIN_HEADS heads. The numbers are measured.
+# The number of heads of Q in a wave, whose items are in one order: as many as have their K and V in L2, up to
+# MAX_HEADS. (GQA groups share K and V, but the number is the same.) Causal items differ in length, and the longest are
+# first. This balances the SMs if each has CLAIMS items, or if the wave has MIN_HEADS heads. The numbers are measured.
 MAX_HEADS = gl.constexpr(32)
 MIN_HEADS = gl.constexpr(8)
 CLAIMS = 10
@@ -15,10 +17,11 @@ CLAIMS = 10
 
 @aggregate
 class PrefillBatch:
-    """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on the left.
+    """The sequences. Pointers may be None: without bounds the batch is dense, and without padding no key is masked on
+    the left.
 
-    Without lengths each sequence has `new_keys` keys. A wave of a dense batch has `wave` heads; in a ragged batch each sequence has its own
-    number, which follows from `wave_rows` and `wave_pages` (`heads_in_wave`).
+    Without lengths each sequence has `new_keys` keys. A wave of a dense batch has `wave` heads; in a ragged batch each
+    sequence has its own number, which follows from `wave_rows` and `wave_pages` (`heads_in_wave`).
     """
 
     bounds: gl.tensor | gl.constexpr  # int32 [num_seqs + 1], of the queries of a ragged batch
@@ -62,7 +65,9 @@ class PrefillSequence:
 def draw(counter_ptr, wanted):
     """If `wanted`, one lane takes the next number of the launch's counter. `claimed` waits for it."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.atomic_add(counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=(lane == 0) & wanted, sem="relaxed")
+    return gl.atomic_add(
+        counter_ptr + lane, gl.full([32], 1, gl.int32, lane.type.layout), mask=(lane == 0) & wanted, sem="relaxed"
+    )
 
 
 @gluon.jit
@@ -74,15 +79,17 @@ def claimed(ticket):
 
 @gluon.jit
 def heads_in_wave(q_len, pages, batch):
-    """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items reads `pages`; `cut.heads_in_wave` is the
-    same on the host."""
+    """Number of heads in a wave of a sequence of `q_len` queries, the longest of whose items reads `pages`;
+    `cut.heads_in_wave` is the same on the host."""
     heads = gl.minimum((batch.wave_rows + q_len - 1) // gl.maximum(q_len, 1), MIN_HEADS)
     return gl.minimum(gl.maximum(gl.maximum(heads, batch.wave_pages // gl.maximum(pages, 1)), 1), MAX_HEADS)
 
 
 @gluon.jit
 def scheduler_init(q_len, batch):
-    """The sequence that `advance_to` begins with; `q_len` is 0 in a ragged batch, where the first one is searched for."""
+    """The sequence that `advance_to` begins with; `q_len` is 0 in a ragged batch, where the first one is
+    searched for.
+    """
     index = 0
     base = 0
     start = 0
@@ -103,12 +110,13 @@ def add(a, b):
 def seek(search, claim, batch):
     """Find the sequence of item `claim` in a ragged batch.
 
-    Sequences are sorted by the power of two below the number of keys that their longest items see, largest first, and then by their
-    number. So no long item begins last. 32 sequences are searched at a time. Those without queries have no items.
+    Sequences are sorted by the power of two below the number of keys that their longest items see, largest first, and
+    then by their number. So no long item begins last. 32 sequences are searched at a time. Those without queries have
+    no items.
 
     Returns:
-        The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items before it; its first
-        query; its number of queries; the pages of its longest item.
+        The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items
+        before it; its first query; its number of queries; the pages of its longest item.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     num_seqs = batch.num_seqs

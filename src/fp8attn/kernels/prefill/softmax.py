@@ -33,7 +33,9 @@ def begin_scores(q, k, m, options: gl.constexpr):
 
 @gluon.jit
 def multiply_channels(q, k, s, ACCUMULATE: gl.constexpr, options: gl.constexpr):
-    """Begin `s` (+)= Q K. The channels of head_dim 192 are 128 and 64, because Triton's sizes are powers of two; zeros pad them to 256."""
+    """Begin `s` (+)= Q K. The channels of head_dim 192 are 128 and 64, because Triton's sizes are powers of two; zeros
+    pad them to 256.
+    """
     if options.head_dim == 192:
         s = warpgroup_mma(q.slice(0, 128, 1), k.slice(0, 128, 1).permute([1, 0]), s, use_acc=ACCUMULATE, is_async=True)
         s = warpgroup_mma(q.slice(128, 64, 1), k.slice(128, 64, 1).permute([1, 0]), s, use_acc=True, is_async=True)
@@ -53,11 +55,13 @@ def end_scores(s):
 
 @gluon.jit
 def scores_of_both(q, rest, k, options: gl.constexpr):
-    """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in `end_scores`."""
+    """Compute Q K in FP32, for Q and its rounding error together; for INT8 keys it is `MAGIC + s`, as in
+    `end_scores`.
+    """
     SCORES: gl.constexpr = scores_layout(options)
     if k.dtype == gl.int8:
-        # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two codes, far below
-        # what K's rounding costs, and the same on average for all keys.
+        # The rest counts 1 / 256. Its product is rounded down to an integer: an error of at most one product of two
+        # codes, far below what K's rounding costs, and the same on average for all keys.
         s = multiply_channels(rest, k, gl.zeros([options.rows, options.tile], gl.int32, SCORES), False, options)
         s = (warpgroup_mma_wait(0, deps=[s]) >> 8) + MAGIC_BITS
         s = warpgroup_mma_wait(0, deps=[multiply_channels(q, k, s, True, options)])
@@ -76,15 +80,16 @@ def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr
     """
     if options.softcap and INT:
         s = s - MAGIC
-    if options.softcap:  # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
+    # cap * tanh(y / cap) = cap - 2 cap / (2^(2 y log2(e) / cap) + 1), which is exact enough where tanh.approx is not
+    if options.softcap:
         y = s * (factor * (2.0 * LOG2E / rows.cap))[:, None] + (rows.mean_score * (2.0 * LOG2E / rows.cap))[:, None]
         s = rows.cap - 2.0 * rows.cap * logistic(y)
     if MASK:
         # ptxas: bounds are read here, or the loop of whole tiles would carry them in registers, and spill.
         last = rows.last_key(gl.SliceLayout(1, s.type.layout))
         key = gl.arange(0, options.tile, gl.SliceLayout(0, s.type.layout))[None, :]
-        # ptxas: bits 1 and 2 of a thread's columns are its own, the others the same in all threads, and then constants. Of whole column
-        # indices it would keep 64 in registers, and spill.
+        # ptxas: bits 1 and 2 of a thread's columns are its own, the others the same in all threads, and then constants.
+        # Of whole column indices it would keep 64 in registers, and spill.
         bits = key & 6
         key = key & ~6
         visible = key <= (last - tile * options.tile)[:, None] - bits
@@ -100,7 +105,8 @@ def mask_scores(s, factor, rows, tile, options: gl.constexpr, MASK: gl.constexpr
 
 @gluon.jit
 def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
-    """Weights 2^8 p, the factor of sums that used the row's old maximum, and its new maximum. With INT the scores are `MAGIC + s`.
+    """Weights 2^8 p, the factor of sums that used the row's old maximum, and its new maximum. With INT the scores are
+    `MAGIC + s`.
 
     Maxima ignore NaN. Weights keep it.
     """
@@ -124,7 +130,8 @@ def softmax_tile(s, factor, m, options: gl.constexpr, INT: gl.constexpr):
 
 @gluon.jit
 def row_sum_mma(p8, ones, total, ACCUMULATE: gl.constexpr):
-    """Begin `total` (+)= row sums of FP8 weights, eight times each: a product with ones takes less time than 64 additions.
+    """Begin `total` (+)= row sums of FP8 weights, eight times each: a product with ones takes less time than 64
+    additions.
 
     The sums use the same rounded weights as P V, so a common rounding error cancels.
     """

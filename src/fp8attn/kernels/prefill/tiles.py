@@ -1,8 +1,9 @@
 """The loops over tiles at head_dim up to 128: of two warpgroups, of three, and of rows that see few keys.
 
-Each returns `(acc, m, sums, place)`: the output before the division `[rows, width]`, the rows' maxima and sums of weights `[rows]`, and the
-position in the ring after the last tile. The order of tiles is from the last to the first: `n_hi` tiles that end after some row's last key,
-then `n_free` tiles that all rows see completely, then `n_lo` tiles with keys left of a window or in padding.
+Each returns `(acc, m, sums, place)`: the output before the division `[rows, width]`, the rows' maxima and sums of
+weights `[rows]`, and the position in the ring after the last tile. The order of tiles is from the last to the first:
+`n_hi` tiles that end after some row's last key, then `n_free` tiles that all rows see completely, then `n_lo` tiles
+with keys left of a window or in padding.
 """
 
 from __future__ import annotations
@@ -25,20 +26,28 @@ from .softmax import (
 
 
 @gluon.jit
-def tile_weights(rows, ring, queries, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr):
-    """A tile's weights in FP8 as operands of P V; their rounding errors, likewise; the factors of the sums and of the output so far; the
-    rows' new maxima.
+def tile_weights(
+    rows, ring, queries, tile, m, place, options: gl.constexpr, P: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr
+):
+    """A tile's weights in FP8 as operands of P V; their rounding errors, likewise; the factors of the sums and of the
+    output so far; the rows' new maxima.
 
-    With TWICE, scores include the rounding errors of queries if there is `PrefillQueries.REST`. Without, there are no rounding errors of
-    weights.
+    With TWICE, scores include the rounding errors of queries if there is `PrefillQueries.REST`. Without, there are no
+    rounding errors of weights.
     """
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     factor = rows.factor * ring.k_scale(place)
     v_ratio = ring.v_ratio(place)
     if TWICE and queries.REST:
-        # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers to the ring's place.
-        s = scores_of_both(rows.q, queries.rest.index(2 * rows.PARTITION + (tile >> 30)), ring.k.index(place.stage + (tile >> 30)), options)
+        # ptxas: `tile >> 30` is zero, which it cannot know. Descriptors that it kept would leave no uniform registers
+        # to the ring's place.
+        s = scores_of_both(
+            rows.q,
+            queries.rest.index(2 * rows.PARTITION + (tile >> 30)),
+            ring.k.index(place.stage + (tile >> 30)),
+            options,
+        )
     else:
         s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m, options))
     ring.release_k(place)
@@ -142,7 +151,7 @@ def tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options: gl.con
     INT: gl.constexpr = ring.k.dtype == gl.int8
     ring.wait_k(place)
     s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
-    if queries.Q16:  # noqa: SIM108 - at compile time. From memory: there are no registers for it between tiles
+    if queries.Q16:
         factor = queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, scores_layout(options)))
     else:
         factor = rows.factor
@@ -182,8 +191,8 @@ def attend_in_turn(rows, ring, queries, tile, n_hi, n_free, n_lo, place, options
     acc = gl.zeros([options.rows, options.width], gl.float32, accumulator(options.rows, options.width))
     m = no_maximum(options)
     _, sums = no_sums(options.rows)
-    # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform register that would be
-    # unset otherwise (`unset` of `tests/kernels/prefill/compile_prefill.py`).
+    # ptxas: `maximum` says that the loop is entered. What is read behind the loop is computed in it, in a uniform
+    # register that would be unset otherwise (`unset` of `tests/kernels/prefill/compile_prefill.py`).
     for _ in range(gl.maximum(n_hi + 1, 1)):
         m, sums, acc, place = tile_in_turn(rows, ring, queries, tile, m, sums, acc, place, options, True)
         tile -= 1
@@ -209,7 +218,9 @@ def multiply_both(rest, p8, v, zero):
 
 @gluon.jit
 def tile_twice(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr):
-    """Compute a whole tile. P, and Q with `PrefillQueries.REST`, are multiplied twice: their 8-bit values, and what rounding cut off."""
+    """Compute a whole tile. P, and Q with `PrefillQueries.REST`, are multiplied twice: their 8-bit values, and what
+    rounding cut off.
+    """
     OUT: gl.constexpr = accumulator(options.rows, options.width)
     p8, rest, alpha, shrink, m = tile_weights(
         rows, ring, queries, tile, m, place, options, gl.DotOperandLayout(0, OUT, 4), MASK, True)  # fmt: skip

@@ -1,5 +1,5 @@
-"""The loop over tiles at head_dim 192 and 256, like those in `tiles`. The output is a tuple of three or four slices of channels,
-`[rows, width / 4]` each."""
+"""The loop over tiles at head_dim 192 and 256, like those in `tiles`. The output is a tuple of three or four slices of
+channels, `[rows, width / 4]` each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from .tiles import multiply_both, tile_weights
 
 
 @gluon.jit
-def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr):
+def wide_tile(
+    rows, ring, queries, tile, m, sums, acc, place, options: gl.constexpr, MASK: gl.constexpr, TWICE: gl.constexpr
+):
     """Compute a whole tile. P V is in slices of channels, because registers are scarce. Meanwhile the other warpgroup
     uses the tensor core.
 
     With TWICE, P and Q are multiplied twice, as in `tiles.tile_twice`.
 
-    ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed (each ends a basic
-    block), keep the life of one slice's partial apart from the next but one.
+    ptxas: d256. It would overlap the slices and spill. The volatile moves, and waits that have already been passed
+    (each ends a basic block), keep the life of one slice's partial apart from the next but one.
     """
     OUT: gl.constexpr = accumulator(options.rows, options.width // 4)
     a0, a1, a2 = acc[0], acc[1], acc[2]
@@ -51,7 +53,9 @@ def wide_tile(rows, ring, queries, tile, m, sums, acc, place, options: gl.conste
         a1 = pin(a1 * shrink + t1)
         if len(acc) == 4:
             ring.wait_v(place)
-            t3 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True)
+            t3 = warpgroup_mma(
+                p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True
+            )
             t2 = warpgroup_mma_wait(1, deps=[t2])
             a2 = a2 * shrink + t2
             t3 = warpgroup_mma_wait(0, deps=[t3])

@@ -1,4 +1,6 @@
-"""Stands for sgl_kernel, SGLang's kernels, whose wheels need CUDA. Models on a CPU run without them; a kernel that is called raises."""
+"""Stands for sgl_kernel, SGLang's kernels, whose wheels need CUDA. Models on a CPU run without them; a kernel that is
+called raises.
+"""
 
 
 def __getattr__(name):

@@ -1,4 +1,6 @@
-"""Stands for torchvision, whose wheels on PyPI need CUDA's libraries: SGLang imports it for images, which no test has."""
+"""Stands for torchvision, whose wheels on PyPI need CUDA's libraries:
+SGLang imports it for images, which no test has.
+"""
 
 import importlib.abc
 import importlib.machinery
