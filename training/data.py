@@ -91,7 +91,7 @@ def train_tokenizer(texts):
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["model"]["vocab_size"],
+        vocab_size=CONFIG["llama"]["vocab_size"],
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -150,7 +150,7 @@ def main():
         "bos_token": END,
         "eos_token": END,
         "pad_token": END,
-        "model_max_length": CONFIG["model"]["max_position_embeddings"],
+        "model_max_length": CONFIG["llama"]["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
     (MODEL / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

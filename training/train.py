@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from data import CONFIG, SCRATCH, load_tokenizer, read_held_out, read_words, tokenize
-from model import Llama, save_hf
+from model import Model, save_hf
 from retrieval import RetrievalTask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
@@ -163,6 +163,7 @@ def main():
         default=math.inf,
         help="seconds, all told, after which this run saves its state and ends",
     )
+    parser.add_argument("--latent", action="store_true", help="train the twin with multi-head latent attention")
     parser.add_argument("--out", type=Path, required=True, help="folder for the log, the state and the weights")
     args = parser.parse_args()
     with sdpa_kernel(FAST_ATTENTION, set_priority=True) if torch.cuda.is_available() else nullcontext():
@@ -199,7 +200,7 @@ def train(args):
     text = torch.from_numpy(stream.astype(np.int32)).to(device)
 
     torch.manual_seed(settings["seed"])
-    model = Llama(CONFIG["model"], compiled=device == "cuda").to(device)
+    model = Model(CONFIG["latent" if args.latent else "llama"], compiled=device == "cuda").to(device)
     optimizers = make_optimizers(model, settings)
     peak = [o.param_groups[0]["lr"] for o in optimizers]
     step, elapsed, tokens, best = 0, 0.0, 0, (0, math.inf)

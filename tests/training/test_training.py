@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("tokenizers")
 
@@ -15,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "training"))  # scripts that imp
 
 import data
 import train
+from model import Model, save_hf
 from retrieval import FORMS, RetrievalTask
 
 
@@ -80,3 +82,23 @@ def test_a_step_has_room_for_every_context():
         ValueError, match=r"contexts of 131,072 tokens, and a step has 65,536 .*set tokens_per_step to 131072 or more"
     ):
         train.check_lengths(short)
+
+
+@pytest.mark.parametrize("kind", ["llama", "latent"])
+def test_transformers_computes_what_was_trained(kind, tmp_path):
+    """The exported model's losses are those of the model in training, with weights that BF16 can hold."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = Model(train.CONFIG[kind] | {"num_hidden_layers": 2, "max_position_embeddings": 128})
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Layers start as the identity, and norms as ones: here every weight matters.
+            weight.copy_((weight + 0.05 * torch.randn_like(weight)).bfloat16())
+    tokens = torch.randint(4096, (2, 65))
+    losses, hits = model.eval()(tokens)
+    save_hf(model, tmp_path)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    logits = saved(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+    assert (hits == (logits.argmax(-1) == tokens[:, 1:])).all()
