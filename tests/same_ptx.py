@@ -8,7 +8,8 @@ without a GPU.
 A case is the same if its launches have the same PTX (`support.ptx.normalized`: without locations, names and versions),
 grids and numbers that the host chose. Every case is compiled with the Triton that is imported, as far as PTX: some two
 seconds each, in a process a core. The digests of a commit are kept in `.cache/ptx/`, so that only the first comparison
-with it compiles it. It lists what differs and exits with 1; cases that only one side has are listed and fail nothing.
+with it compiles it; with substrings, only the cases that contain one. It lists what differs and exits with 1; cases
+that only one side has are listed and fail nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-KEPT = ROOT / ".cache/ptx"
+CACHE = ROOT / ".cache/ptx"
 
 
 def names() -> list[str]:
@@ -37,7 +38,7 @@ def names() -> list[str]:
     from tests.kernels.prefill import compile_prefill
 
     cases = {"prefill": compile_prefill.CASES, "decode": run_decode.COMPILED, "kernels": compile_kernels.cases()}
-    return [f"{kind}: {case}" for kind, found in cases.items() for case in found]
+    return [f"{kind}: {case}" for kind, some in cases.items() for case in some]
 
 
 def fingerprint(name: str) -> str:
@@ -74,12 +75,16 @@ def _stop_at_ptx(*args) -> tuple[str, str] | None:
 
 def fingerprints(words: list[str]) -> dict[str, str]:
     """The fingerprints of all cases whose names contain one of the words."""
-    chosen = [name for name in names() if not words or any(word in name for word in words)]
+    chosen = [name for name in names() if _is_chosen(name, words)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # kernels without machine code must not be found by others
         os.environ.pop("TRITON_INTERPRET", None)
         with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
             return dict(zip(chosen, _progress(pool.map(fingerprint, chosen), len(chosen)), strict=True))
+
+
+def _is_chosen(name: str, words: list[str]) -> bool:
+    return not words or any(word in name for word in words)
 
 
 def _progress(results: Iterator[str], count: int) -> Iterator[str]:
@@ -89,35 +94,40 @@ def _progress(results: Iterator[str], count: int) -> Iterator[str]:
     print(file=sys.stderr)
 
 
-def at(revision: str) -> dict[str, str]:
-    """The fingerprints at a commit, by this file as it is there.
+def at(revision: str, words: list[str]) -> dict[str, str]:
+    """The fingerprints at a commit of all cases whose names contain one of the words, by this file as it is there.
 
     Raises:
         LookupError: there is no such commit, or it has no such file, or that fails there.
     """
     from triton import __version__
 
+    from tests.support.ptx import digest
+
     here = Path(__file__).relative_to(ROOT)
-    found = subprocess.run(["git", "rev-parse", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True)
-    if found.returncode:
+    parsed = subprocess.run(["git", "rev-parse", f"{revision}^{{commit}}"], cwd=ROOT, capture_output=True, text=True)
+    if parsed.returncode:
         raise LookupError(f"git knows no commit {revision}")
-    commit = found.stdout.strip()
+    commit = parsed.stdout.strip()
     if subprocess.run(["git", "cat-file", "-e", f"{commit}:{here}"], cwd=ROOT, capture_output=True).returncode:
         raise LookupError(f"{revision} has no {here}, which records its kernels")
-    kept = KEPT / f"{commit}-triton-{__version__}.json"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    whole = CACHE / f"{commit}-triton-{__version__}.json"
+    if whole.exists():
+        return {name: each for name, each in json.loads(whole.read_text()).items() if _is_chosen(name, words)}
+    path = whole.with_stem(f"{whole.stem}-{digest(sorted(words))}") if words else whole
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run(["git", "worktree", "add", "-q", "--detach", folder, commit], cwd=ROOT, check=True)
             try:
-                unfinished = kept.with_suffix(f".{os.getpid()}")
-                command = [sys.executable, Path(folder) / here, "--write", unfinished]
+                unfinished = path.with_suffix(f".{os.getpid()}")
+                command = [sys.executable, Path(folder) / here, *words, "--write", unfinished]
                 if status := subprocess.run(command).returncode:
                     raise LookupError(f"{here} of {revision} ended with exit status {status}; what it printed is above")
-                unfinished.replace(kept)
+                unfinished.replace(path)
             finally:
                 subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
-    return json.loads(kept.read_text())
+    return json.loads(path.read_text())
 
 
 def check_results(now: dict[str, str]) -> None:
@@ -126,14 +136,14 @@ def check_results(now: dict[str, str]) -> None:
     """
     files: dict[str, list[str]] = {}
     for path in sorted((ROOT / "results").glob("*/*.json")):
-        held = json.loads(path.read_text())
-        if held["device"] != "cpu" and not held.get("note", "").startswith("Archived"):
-            files.setdefault(held["commit"].removesuffix("+"), []).append(str(path.relative_to(ROOT / "results")))
+        result = json.loads(path.read_text())
+        if result["device"] != "cpu" and not result.get("note", "").startswith("Archived"):
+            files.setdefault(result["commit"].removesuffix("+"), []).append(str(path.relative_to(ROOT / "results")))
     for commit, measured in files.items():
         print(f"{commit}: {', '.join(measured)}", flush=True)
         begun = time.monotonic()
         try:
-            before = at(commit)
+            before = at(commit, [])
         except LookupError as problem:
             print(f"  cannot be compared: {problem}", flush=True)
             continue
@@ -166,10 +176,9 @@ def main() -> None:
         check_results(now)
         return
     try:
-        found = at(args.base)
+        before = at(args.base, args.words)
     except LookupError as problem:
         sys.exit(str(problem))
-    before = {name: each for name, each in found.items() if not args.words or any(word in name for word in args.words)}
     for name in sorted(before.keys() ^ now.keys()):
         print(f"{name}: only {'at ' + args.base if name in before else 'here'}")
     both = before.keys() & now.keys()
