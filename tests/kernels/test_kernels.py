@@ -48,18 +48,6 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
         views((2**28, 8, PageSpec.of(128).layout.nbytes), 128, torch.int8, 128, 128, 128)
 
 
-def test_decode_has_work_for_a_slice_of_a_gpu():
-    """A seventh of an H100 (MIG) has 16 multiprocessors or fewer, and at head_dim 256 many query rows are several
-    tiles.
-    """
-    pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
-    from fp8attn.kernels.decode import DecodeShape
-
-    for sms in (1, 7, 14, 132):
-        for rows in (1, 16, 128):
-            assert DecodeShape(head_dim=256, group=rows, max_rows=rows, num_seqs=1).workers(sms, heads=3) >= 1
-
-
 def test_no_batch_is_too_large_for_a_grid(monkeypatch):
     """Only the first dimension of a CUDA grid goes beyond 65,535."""
     monkeypatch.setattr(portable, "_device", lambda device: (132, 232448, True))

@@ -29,7 +29,7 @@ PLAIN = {
     "causal": True,
     "scale": None, "window": 0, "softcap": 0.0, "sinks": False, "leftpad": None, "sms": 4, "v_mean": 0.0,
     "keys": "int8", "rotate": True,
-    "means": True, "broken": False, "late": (), "out": False,
+    "means": True, "broken": False, "late": (), "out": False, "tile": 128,
 }  # fmt: skip
 PLAIN_E4M3 = {"keys": "e4m3", "rotate": False, "means": False}
 EVERYTHING = {
@@ -51,6 +51,8 @@ COMPILED = {
     "D128 rows1": {"group": 1},
     "D128 rows32": {"queries": 8},
     "D128 many": {"lengths": [1] * 33},
+    "D128 tile64": {"tile": 64},
+    "D128 tile64 everything e4m3": dict(lengths=[1] * 4, keys="e4m3", tile=64, **EVERYTHING),
     "D128 everything": dict(lengths=[1] * 4, **EVERYTHING),
     "D128 everything e4m3": dict(lengths=[1] * 4, keys="e4m3", **EVERYTHING),
     "D256 everything": dict(lengths=[1] * 4, head_dim=256, dtype=torch.bfloat16, **EVERYTHING),
@@ -70,6 +72,8 @@ EMULATED = {
     "idle": {"lengths": [300], "sms": 8, "head_dim": 192},
     "parts": {"lengths": [5000, 10], "sms": 20} | PLAIN_E4M3,
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},
+    "tiles of 64 keys": dict(lengths=[700, 1200, 300, 50], tile=64, **EVERYTHING),
+    "tiles of 64 keys, split": {"lengths": [2700, 1, 0, 700, 65, 128], "heads": 2, "tile": 64, "keys": "e4m3"},
     "late consumer": {"lengths": [700, 1200], "late": (0, 1, 2, 3), "rotate": False},
     "late producer": {"lengths": [700, 1200], "late": (4, 5, 6, 7)},
 }
@@ -150,13 +154,14 @@ def attend(case: dict, run: Callable[[Launch, tuple[torch.Tensor, ...]], None]) 
         sinks=torch.randn(q.shape[1]) if c["sinks"] else None,
         leftpad_k=torch.tensor(c["leftpad"], dtype=torch.int32) if c["leftpad"] else None,
     )
-    given = torch.full_like(q, torch.nan) if c["out"] else None
+    out = torch.full_like(q, torch.nan) if c["out"] else None
     with dry() as (launches, patch):
         patch.setattr(decode.plan, "num_sms", lambda device: c["sms"])
+        patch.setattr(decode.plan, "TILE", c["tile"])
         poison_empty(patch)
         decode.plan.make_decode_plan.cache_clear()  # a plan keeps what these gave
-        result = decode.decode_attention(q, pages, params, given)
-        assert given is None or result[0] is given
+        result = decode.decode_attention(q, pages, params, out)
+        assert out is None or result[0] is out
         decode.plan.make_decode_plan.cache_clear()
     (launch,) = launches
     written = pages.pool, pages.page_table, pages.cache_seqlens, q, params.cu_seqlens_q, params.leftpad_k
@@ -182,9 +187,9 @@ def emulate_case(name: str) -> dict:
 
 def recorded(name: str) -> list[Launch]:
     """The launch of a compile case."""
-    found: list[Launch] = []
-    attend(COMPILED[name], lambda launch, _: found.append(launch))
-    return found
+    launches: list[Launch] = []
+    attend(COMPILED[name], lambda launch, _: launches.append(launch))
+    return launches
 
 
 def compile_case(name: str) -> dict:
@@ -203,11 +208,11 @@ def compile_case(name: str) -> dict:
 
 def narrow_strides(ptx: str) -> list[str]:
     """The products of 32 bits in which the strides of Q are used."""
-    found = []
+    products = []
     for index in range(1, 3):
         (register,) = re.findall(rf"ld\.param\.\w+\s+(%\w+), \[decode_kernel_param_{index}\]", ptx)
-        found += re.findall(rf"m(?:ul|ad)\.lo\.\w+\s[^;]*{register}\b[^;]*", ptx)
-    return found
+        products += re.findall(rf"m(?:ul|ad)\.lo\.\w+\s[^;]*{register}\b[^;]*", ptx)
+    return products
 
 
 def releases_are_fenced(sass: Sass) -> bool:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 LOOPS = {
     "D64 rows4 int8": 240, "D64 rows4 e4m3": 260, "D96 rows16 e4m3": 540, "D128 rows4 int8": 325,
     "D128 rows4 e4m3": 375,
-    "D128 rows16 int8": 505, "D128 rows4 plain": 375, "D256 rows4 int8": 480,
+    "D128 rows16 int8": 505, "D128 rows4 plain": 375, "D256 rows4 int8": 480, "D128 tile64": 240,
 }  # fmt: skip
 # Besides the rounding of weights to FP16 and of the output, queries are rounded: of an INT8 row by 2^-17 of the largest
 # element at most, rotated ones by 2^-12 of themselves, and others not at all. The scores of these cases spread by up to
@@ -27,7 +27,7 @@ ERRORS = {
 }  # of the output, relative; of the LSE
 EMULATED = (
     *("ragged", "ragged e4m3", "split", "D64 rows16", "D80", "broken", "everything", "idle", "parts"),
-    *("late consumer", "late producer"),
+    *("late consumer", "late producer", "tiles of 64 keys", "tiles of 64 keys, split"),
 )
 SAMPLE = ("everything", "parts")
 

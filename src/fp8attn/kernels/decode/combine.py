@@ -28,50 +28,40 @@ class Parts:
     o: gl.tensor  # pointers; [..., width]
     sums: gl.tensor  # [..., 2]: row_max and row_sum
     mean_scores: gl.tensor
-    pages: gl.tensor  # [workers], by the range that a head begins in: how many of its pages are done
+    tiles: gl.tensor  # [workers], by the range that a head begins in: how many of its tiles are done
 
     @gluon.jit
-    def store(
-        self,
-        part,
-        o,
-        row_max,
-        row_sum,
-        mean_score,
-        batch,
-        seq,
-        channel,
-        PAIR: gl.constexpr,
-        MEAN_SCORES: gl.constexpr,
-        options: gl.constexpr,
-    ):
+    def store(self, part, o, row_max, row_sum, mean_score, batch, seq, channel, PAIR: gl.constexpr,
+              MEAN_SCORES: gl.constexpr):  # fmt: skip
         """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and `mean_score`. PAIR: the
         layout of the sums.
         """
+        options: gl.constexpr = batch.OPTIONS
         first = part * options.rows
         row = gl.arange(0, options.rows, gl.SliceLayout(0, o.type.layout))
-        inside = batch.row0 + row < seq.num_q * batch.GROUP
+        inside = batch.row0 + row < seq.num_q * options.group
         mask = inside[None, :] & (channel < options.head_dim)[:, None]
         gl.store(self.o + (first + row)[None, :] * options.width + channel[:, None], o, mask=mask)
         if MEAN_SCORES:
             gl.store(self.mean_scores + first + row, gl.convert_layout(mean_score, row.type.layout), mask=inside)
         row = gl.arange(0, options.rows, gl.SliceLayout(1, PAIR))
-        inside = batch.row0 + row < seq.num_q * batch.GROUP
+        inside = batch.row0 + row < seq.num_q * options.group
         in_sums = (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
         gl.store(self.sums + in_sums, gl.convert_layout(gl.join(row_max, row_sum), PAIR), mask=inside[:, None])
 
 
 @gluon.jit
-def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options: gl.constexpr):
+def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output):
     """Stores a head's output and LSE, from the sums over all its keys: `o [width, rows]`; by row, `row_max` and
     `mean_score`, which are exponents of two, and `row_sum`; by channel, V's `mean`."""
+    options: gl.constexpr = batch.OPTIONS
     ROW: gl.constexpr = gl.SliceLayout(0, o.type.layout)
     COLUMN: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     row = batch.row0 + gl.arange(0, o.shape[1], ROW)
     d = gl.arange(0, o.shape[0], COLUMN)
-    q_head = head * batch.GROUP + row % batch.GROUP
-    out_row = (seq.query + row // batch.GROUP) * (batch.heads * batch.GROUP) + q_head
-    inside = row < seq.num_q * batch.GROUP
+    q_head = head * options.group + row % options.group
+    out_row = (seq.query + row // options.group) * (batch.heads * options.group) + q_head
+    inside = row < seq.num_q * options.group
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
     mean_score = gl.convert_layout(mean_score, ROW)
@@ -100,15 +90,14 @@ def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, 
 
 
 @gluon.jit
-def combine_ranges(
-    start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr, options: gl.constexpr
-):
+def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr):
     """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs
     give equal bits.
 
     Only `used_rows` of `rows` exist. Layouts are such that what a thread loads is at constant distances from one
     address.
     """
+    options: gl.constexpr = batch.OPTIONS
     ROWS: gl.constexpr = options.rows
     USED: gl.constexpr = options.used_rows
     WIDTH: gl.constexpr = options.width
@@ -126,10 +115,10 @@ def combine_ranges(
     d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, ALL)))
     row = gl.arange(0, USED, gl.SliceLayout(0, gl.SliceLayout(0, ALL)))
     in_o = row[None, :] * WIDTH + d[:, None]
-    inside_o = (batch.row0 + row < seq.num_q * batch.GROUP)[None, :] & (d < options.head_dim)[:, None]
+    inside_o = (batch.row0 + row < seq.num_q * options.group)[None, :] & (d < options.head_dim)[:, None]
     row = gl.arange(0, USED, gl.SliceLayout(1, PAIR))
     in_sums = row[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
-    inside_sums = (batch.row0 + row < seq.num_q * batch.GROUP)[:, None]
+    inside_sums = (batch.row0 + row < seq.num_q * options.group)[:, None]
     row = gl.arange(0, USED, ROW)
     part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
     part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
@@ -143,7 +132,7 @@ def combine_ranges(
     mean_score = row_sum * 0.0
     if MEAN_SCORES:
         mean_score = gl.load(
-            parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * batch.GROUP, other=0.0
+            parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * options.group, other=0.0
         )
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
     for base in range(start + 1, last + 1, AT_ONCE):
@@ -171,14 +160,15 @@ def combine_ranges(
             some_o * weight[:, None, :], 0
         )
         row_max = new_max
-    store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output, options)
+    store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output)
 
 
 @gluon.jit
-def clear_rest(batch, num_tokens, output, options: gl.constexpr):
+def clear_rest(batch, num_tokens, output):
     """Write zeros to the output, and -inf to the LSE, of tokens after the last sequence's."""
+    options: gl.constexpr = batch.OPTIONS
     d = gl.arange(0, options.width, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    heads = batch.heads * batch.GROUP
+    heads = batch.heads * options.group
     rest = gl.load(batch.bounds + batch.num_seqs) * heads
     for row in range(rest + gl.program_id(0), num_tokens * heads, gl.num_programs(0)):
         first = row.to(gl.int64) * options.head_dim

@@ -1,22 +1,23 @@
-"""The plan of a launch, from what the host knows about a problem, and the compile-time options."""
+"""The plan of a launch, which the host computes once for a problem's shape, and the compile-time options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.spec import PageSpec
 from ..common import power_of_two
-from ..devices import DEFAULT, Chip, chip
+from ..devices import chip
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 from ..tiles import views
 from ..view import View
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
+TILE = PAGE_SIZE  # tokens of a tile, a part of a page; a warp has a quarter of them
 
 
 @dataclass(frozen=True)
@@ -27,120 +28,118 @@ class DecodeOptions(ConstexprFields):
     layout: PageLayout
     width: int  # head_dim, padded to a power of two; TMA pads with zeros
     group: int  # query heads of a KV head
-    rows: int  # query rows of a tile
+    rows: int  # query rows of a row tile
     used_rows: int  # rows that exist, padded to a power of two
     one_row_tile: bool  # of a KV head; else as many as the rows of `max_q` take, in one kernel for any number
-    stages: int  # of shared memory: pages
+    tile: int  # tokens of a tile, a part of a page
+    stages: int  # of shared memory: tiles
     block: int  # sequences whose lengths a CTA loads at once
     causal: bool
-    ragged: bool  # the queries' bounds are given
+    ragged: bool  # the queries' bounds are arguments; else every sequence has `max_q` queries
     window: bool
     softcap: bool
     sinks: bool
     leftpad: bool
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
-    whole_pages: int  # `devices.Chip.decode_whole_pages`
-    head_pages: int  # `devices.Chip.decode_head_pages`
+    whole_tiles: int  # `devices.Chip.decode_whole_pages`, in tiles
+    head_tiles: int  # `devices.Chip.decode_head_pages`, in tiles
     early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers
 
 
-class DecodeShape(NamedTuple):
-    """The shape of a launch: everything that the compiled kernel depends on, and the number of CTAs.
+class DecodeProblem(NamedTuple):
+    """What the plan of a launch depends on: shapes and options.
 
-    It is a tuple, because a plan is looked up at each call.
+    It is a tuple, because each call looks up its plan.
     """
 
+    pool: tuple[int, ...]  # the shape of the pool of pages
+    key_dtype: torch.dtype
     head_dim: int
     group: int
-    max_rows: int  # query tokens x group of the longest sequence
     num_seqs: int
-    causal: bool = False  # among the query tokens
-    ragged: bool = False
-    window: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    leftpad: bool = False
-    rotate: bool = False  # the queries, as the keys are
-    chip: Chip = DEFAULT
+    max_q: int  # query tokens of the longest sequence
+    causal: bool  # among the query tokens
+    ragged: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+    leftpad: bool
+    rotate: bool
 
-    @property
-    def width(self) -> int:
-        return power_of_two(self.head_dim)
 
-    @property
-    def rows(self) -> int:
-        return 8 if self.max_rows <= 8 else 16
+class DecodeNumbers(NamedTuple):
+    """The numbers that the kernel takes one after the other, by the names and in the order of its parameters."""
 
-    @property
-    def tiles(self) -> int:
-        return -(-self.max_rows // self.rows)
-
-    @property
-    def stages(self) -> int:
-        stages = self.chip.decode_stages[self.width]
-        return (
-            min(stages, 2) if self.width == 256 and self.rows > 8 else stages
-        )  # shared memory is too small for a third
-
-    def workers(self, num_sms: int, heads: int) -> int:
-        """Number of ranges that the work of one row tile is cut into.
-
-        It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If
-        ranges share heads, more ranges make more parts to combine.) It is a few less if sequences of one length are
-        then divided equally.
-        """
-        for ctas in range(self.chip.decode_ctas[self.width], 0, -1):
-            most = max(1, ctas * num_sms // self.tiles)
-            even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
-            workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
-            if workers <= heads:
-                break
-        return workers
-
-    def constants(self) -> dict[str, Any]:
-        """Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its
-        threads.
-        """
-        options = DecodeOptions(
-            head_dim=self.head_dim, layout=PageSpec.of(self.head_dim).layout, width=self.width, group=self.group,
-            rows=self.rows,
-            used_rows=min(self.rows, power_of_two(self.max_rows)), one_row_tile=self.tiles == 1, stages=self.stages,
-            block=32 if self.num_seqs <= 32 else 128, causal=self.causal, ragged=self.ragged, window=self.window,
-            softcap=self.softcap,
-            sinks=self.sinks, leftpad=self.leftpad, rotate=self.rotate, whole_pages=self.chip.decode_whole_pages,
-            head_pages=self.chip.decode_head_pages, early_v=self.width * self.rows <= 2048,
-        )  # fmt: skip
-        threads = self.chip.decode_ctas[self.width] * 2 * WARPS * 32
-        return {"OPTIONS": options, "num_warps": WARPS, "maxnreg": min(65536 // threads, 248), "launch_pdl": True}
+    num_seqs: int
+    heads: int  # KV heads
+    max_q: int
+    num_tokens: int  # query tokens of all sequences
+    window: int
+    workers: int
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The numbers that the host computes from a problem's shape, once."""
+    """A launch's views, numbers and constants."""
 
-    workers: int  # ranges of a row tile
+    k: View
+    v: View
     grid: tuple[int]
     counters: Counters  # one for each range of each row tile
+    workers: int  # ranges of a row tile
     # rows of partial results: a range has at most two parts, of a head that began before it and of one that ends after
     # it
     plane: int
-    width: int  # head_dim, padded
-    k: View
-    v: View
+    scratch: int  # float32 numbers of the partial results: of each row its output, two sums and a mean score
     constants: Constants
 
 
 @lru_cache(maxsize=4096)
-def make_decode_plan(
-    device: torch.device, pool: tuple[int, ...], key_dtype: torch.dtype, shape: DecodeShape
-) -> DecodePlan:
-    """The plan for a pool of shape `pool` with keys of `key_dtype`, on `device`, whose `chip` the shape gets."""
-    shape = shape._replace(chip=chip(device))
-    workers = shape.workers(num_sms(device), pool[1] * shape.num_seqs)
-    ctas = workers * shape.tiles
-    k, v = views(pool, shape.head_dim, key_dtype, shape.width, shape.width, PAGE_SIZE)
-    return DecodePlan(
-        workers=workers, grid=(ctas,), counters=Counters(ctas), plane=2 * ctas * shape.rows, width=shape.width, k=k,
-        v=v,
-        constants=make_constants("decode", device, **shape.constants()),
+def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan:
+    """The plan of the launch on `device`."""
+    gpu, head_dim, width = chip(device), problem.head_dim, power_of_two(problem.head_dim)
+    most_rows = problem.max_q * problem.group
+    rows = 8 if most_rows <= 8 else 16
+    row_tiles = -(-most_rows // rows)
+    ctas = gpu.decode_ctas[width]
+    workers = count_workers(num_sms(device), ctas, row_tiles, problem.pool[1] * problem.num_seqs)
+    stages = gpu.decode_stages[width]
+    if width == 256 and rows > 8:
+        stages = min(stages, 2)  # shared memory is too small for a third page
+    of_page = PAGE_SIZE // TILE
+    options = DecodeOptions(
+        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, group=problem.group, rows=rows,
+        used_rows=min(rows, power_of_two(most_rows)), one_row_tile=row_tiles == 1, tile=TILE, stages=stages * of_page,
+        block=32 if problem.num_seqs <= 32 else 128, causal=problem.causal, ragged=problem.ragged,
+        window=problem.window, softcap=problem.softcap, sinks=problem.sinks, leftpad=problem.leftpad,
+        rotate=problem.rotate, whole_tiles=gpu.decode_whole_pages * of_page, head_tiles=gpu.decode_head_pages * of_page,
+        early_v=width * rows <= 2048,
     )  # fmt: skip
+    # Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its
+    # threads.
+    registers = min(65536 // (ctas * 2 * WARPS * 32), 248)
+    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width, TILE)
+    plane = 2 * workers * row_tiles * rows
+    return DecodePlan(
+        k=k, v=v, grid=(workers * row_tiles,), counters=Counters(workers * row_tiles), workers=workers, plane=plane,
+        scratch=plane * (width + 3),
+        constants=make_constants(
+            "decode", device, OPTIONS=options, num_warps=WARPS, maxnreg=registers, launch_pdl=True
+        ),
+    )  # fmt: skip
+
+
+def count_workers(sms: int, ctas: int, row_tiles: int, heads: int) -> int:
+    """Number of ranges that the work of one row tile is cut into, if each of `sms` SMs runs up to `ctas` CTAs.
+
+    It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If
+    ranges share heads, more ranges make more parts to combine.) It is a few less if sequences of one length are then
+    divided equally.
+    """
+    for on_sm in range(ctas, 0, -1):
+        most = max(1, on_sm * sms // row_tiles)
+        even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
+        workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+        if workers <= heads:
+            break
+    return workers

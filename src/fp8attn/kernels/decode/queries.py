@@ -35,14 +35,15 @@ class DecodeQueries:
     scale: gl.tensor  # of the softmax
 
     @gluon.jit
-    def load(self, batch, seq, head, options: gl.constexpr):
+    def load(self, batch, seq, head):
         """Q `[rows, channels]` of a row tile, and the mean of the head's K, by channel."""
+        options: gl.constexpr = batch.OPTIONS
         LAYOUT: gl.constexpr = _rows_layout(options.width, gl.num_warps())
         d = gl.arange(0, options.width, gl.SliceLayout(0, LAYOUT))
         row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(1, LAYOUT))
-        token = (seq.query + row // batch.GROUP).to(gl.int64)
-        first = token * self.stride_t + (head * batch.GROUP + row % batch.GROUP).to(gl.int64) * self.stride_h
-        inside = (row < seq.num_q * batch.GROUP)[:, None] & (d < options.head_dim)[None, :]
+        token = (seq.query + row // options.group).to(gl.int64)
+        first = token * self.stride_t + (head * options.group + row % options.group).to(gl.int64) * self.stride_h
+        inside = (row < seq.num_q * options.group)[:, None] & (d < options.head_dim)[None, :]
         mean = load_mean(self.k_mean, head, d, options.head_dim)
         return gl.load(self.q + first[:, None] + d[None, :], mask=inside, other=0.0), mean
 

@@ -1,4 +1,4 @@
-"""The work of a launch: a list of the pages of all heads of all sequences, cut into one range for each worker, of equal
+"""The work of a launch: a list of the tiles of all heads of all sequences, cut into one range for each worker, of equal
 lengths.
 
 Every CTA computes its own range from the lengths of the sequences. The host does not read them, and there is no launch
@@ -7,20 +7,19 @@ before this one.
 
 from __future__ import annotations
 
-from ..common import PAGE
 from ..gluon import aggregate, gl, gluon
 
 
 @aggregate
 class DecodeSequence:
-    """One sequence: its queries, its keys, and the pages that a row tile must read."""
+    """One sequence: its queries, its keys, and the tiles that a row tile must read."""
 
     length: gl.tensor  # keys
     query: gl.tensor  # index of the first query token
     num_q: gl.tensor  # query tokens
     pad: gl.tensor  # padding tokens, before the others
-    first_page: gl.tensor  # that some row sees
-    num_pages: gl.tensor  # from that one on
+    first_tile: gl.tensor  # that some row sees
+    num_tiles: gl.tensor  # from that one on
     places: gl.tensor  # of each head in the list of work
 
 
@@ -28,7 +27,7 @@ class DecodeSequence:
 class DecodeBatch:
     """The sequences, and the places of their heads in the list of work."""
 
-    lengths: gl.tensor  # pointers to int32: tokens held, bounds of the queries, tokens of padding
+    lengths: gl.tensor  # pointers to int32: keys, bounds of the queries, keys of padding
     bounds: gl.tensor
     leftpad: gl.tensor
     num_seqs: gl.tensor
@@ -36,35 +35,31 @@ class DecodeBatch:
     max_q: gl.tensor
     window: gl.tensor
     row0: gl.tensor  # first query row of this row tile
-    GROUP: gl.constexpr
-    RAGGED: gl.constexpr  # bounds are given; else every sequence has max_q queries
-    WINDOW: gl.constexpr
-    LEFTPAD: gl.constexpr
-    WHOLE_PAGES: gl.constexpr  # `devices.Chip.decode_whole_pages`
-    HEAD_PAGES: gl.constexpr  # `devices.Chip.decode_head_pages`
+    OPTIONS: gl.constexpr  # `plan.DecodeOptions`
 
     @gluon.jit
-    def pages(self, length, num_q, pad):
-        """The first page that some row sees, and the number of pages from it on. Scalars or vectors.
+    def tiles(self, length, num_q, pad):
+        """The first tile that some row sees, and the number of tiles from it on. Scalars or vectors.
 
-        A sequence without rows has no pages. One with rows has at least one page, even if it is empty, because its
+        A sequence without rows has no tiles. One with rows has at least one tile, even if it is empty, because its
         zeros must be written.
         """
-        last = gl.maximum(length - 1, 0) // PAGE
+        TILE: gl.constexpr = self.OPTIONS.tile
+        last = gl.maximum(length - 1, 0) // TILE
         first = last * 0
-        if self.WINDOW:
-            first = gl.maximum(length - num_q - self.window + 1, 0) // PAGE
-        if self.LEFTPAD:
-            first = gl.maximum(first, pad // PAGE)
+        if self.OPTIONS.window:
+            first = gl.maximum(length - num_q - self.window + 1, 0) // TILE
+        if self.OPTIONS.leftpad:
+            first = gl.maximum(first, pad // TILE)
         first = gl.minimum(first, last)
-        return first, gl.where(num_q * self.GROUP > self.row0, last + 1 - first, 0)
+        return first, gl.where(num_q * self.OPTIONS.group > self.row0, last + 1 - first, 0)
 
     @gluon.jit
-    def places(self, pages):
-        """The places of a head of `pages` in the list of work: its pages. A short head has more, for the time of its
+    def places(self, tiles):
+        """The places of a head of `tiles` in the list of work: its tiles. A short head has more, for the time of its
         beginning and end.
         """
-        return gl.where((pages > 0) & (pages <= self.WHOLE_PAGES), pages + self.HEAD_PAGES, pages)
+        return gl.where((tiles > 0) & (tiles <= self.OPTIONS.whole_tiles), tiles + self.OPTIONS.head_tiles, tiles)
 
     @gluon.jit
     def sequence(self, seq):
@@ -72,14 +67,14 @@ class DecodeBatch:
         length = gl.load(self.lengths + seq)
         query = seq * self.max_q
         num_q = self.max_q
-        if self.RAGGED:
+        if self.OPTIONS.ragged:
             query = gl.load(self.bounds + seq)
             num_q = gl.load(self.bounds + seq + 1) - query
         pad = length * 0
-        if self.LEFTPAD:
+        if self.OPTIONS.leftpad:
             pad = gl.load(self.leftpad + seq)
-        first, pages = self.pages(length, num_q, pad)
-        return DecodeSequence(length, query, num_q, pad, first, pages, self.places(pages))
+        first, tiles = self.tiles(length, num_q, pad)
+        return DecodeSequence(length, query, num_q, pad, first, tiles, self.places(tiles))
 
     @gluon.jit
     def counts(self, base, BLOCK: gl.constexpr):
@@ -89,14 +84,14 @@ class DecodeBatch:
         length = gl.load(self.lengths + seq, mask=inside, other=0)
         num_q = length * 0 + self.max_q
         pad = length * 0
-        if self.RAGGED:
+        if self.OPTIONS.ragged:
             num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(
                 self.bounds + seq, mask=inside, other=0
             )
-        if self.LEFTPAD:
+        if self.OPTIONS.leftpad:
             pad = gl.load(self.leftpad + seq, mask=inside, other=0)
-        _, pages = self.pages(length, num_q, pad)
-        return gl.where(inside, self.places(pages), 0)
+        _, tiles = self.tiles(length, num_q, pad)
+        return gl.where(inside, self.places(tiles), 0)
 
     @gluon.jit
     def after(self, place, count, base, before, BLOCK: gl.constexpr):
@@ -111,20 +106,20 @@ class DecodeBatch:
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
 
     @gluon.jit
-    def portion(self, begin, pages, low, high):
-        """The pages `[i, j)` of a head, whose places begin at `begin`, that belong to the range `[low, high)`.
+    def portion(self, begin, tiles, low, high):
+        """The tiles `[i, j)` of a head, whose places begin at `begin`, that belong to the range `[low, high)`.
 
         A short head belongs completely to the range that contains its middle.
         """
-        middle = begin + self.places(pages) // 2
-        mine = gl.where((low <= middle) & (middle < high), pages, 0)
-        short = pages <= self.WHOLE_PAGES
-        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, pages))
+        middle = begin + self.places(tiles) // 2
+        mine = gl.where((low <= middle) & (middle < high), tiles, 0)
+        short = tiles <= self.OPTIONS.whole_tiles
+        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, tiles))
 
     @gluon.jit
-    def following(self, seq, head, pages):
-        """The sequence and the head after `head` of `seq`, which has `pages`."""
-        last = (head + 1 == self.heads) | (pages == 0)
+    def following(self, seq, head, tiles):
+        """The sequence and the head after `head` of `seq`, which has `tiles`."""
+        last = (head + 1 == self.heads) | (tiles == 0)
         return gl.where(last, seq + 1, seq), gl.where(last, 0, head + 1)
 
 
