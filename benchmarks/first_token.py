@@ -109,6 +109,8 @@ def first_token(
             for i, layer in enumerate(cache.layers):
                 layer.k_mean, layer.v_mean = (mean if i & bit else None for bit in (1, 2))
             cache.layers[2].rotate_keys = "key_dtype" not in (options or {})
+            for group in cache.groups:
+                group.make_early()
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         token.tolist()
         first = time.perf_counter() - begun

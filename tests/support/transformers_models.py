@@ -235,8 +235,10 @@ def bare(model, rotate_keys=True, **options):
     `Oracle` has neither.
     """
     cache = FP8Cache(model, rotate_keys=rotate_keys, **options)
-    for layer in [x for group in cache.groups for x in group.layers]:
-        layer.k_mean, layer.v_mean, layer.rotate_keys = None, None, rotate_keys
+    for group in cache.groups:
+        for layer in group.layers:
+            layer.k_mean, layer.v_mean, layer.rotate_keys = None, None, rotate_keys
+        group.make_early()
     return cache
 
 

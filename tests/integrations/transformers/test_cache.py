@@ -243,7 +243,7 @@ def test_a_model_that_stops_early_is_never_emptied(llama):
     ):
         llama(ids[:, :1], past_key_values=cache)
     hook.remove()
-    assert [layer.held for layer in cache.layers] == [150, 150, 0]
+    assert [layer.num_tokens for layer in cache.layers] == [150, 150, 0]
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def test_a_crop_that_a_window_in_pages_refuses_changes_no_layer_before_it():
     held = copy.deepcopy(cache)
     with pytest.raises(RuntimeError, match="cannot go back to 700: pages of the 384 tokens before were given back"):
         cache.crop(-800)
-    assert [layer.held for layer in cache.layers] == [1500] * 3
+    assert [layer.num_tokens for layer in cache.layers] == [1500] * 3
     step = prompt(1, 3)
     assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=held).logits)
 

@@ -7,7 +7,8 @@ import torch
 
 from fp8attn.cache import storage
 from fp8attn.errors import UsageError
-from fp8attn.integrations.transformers import FP8Cache, build, files
+from fp8attn.integrations.transformers import FP8Cache
+from fp8attn.integrations.transformers import cache as cache_module
 from fp8attn.integrations.transformers.devices import layer_devices
 from tests.support.transformers_models import generated, make, one_thread, prompt  # noqa: F401
 
@@ -19,7 +20,7 @@ def divided(monkeypatch):
     """Call it, and layers are on two devices in turn; call it with False, and they are on one."""
 
     def divide(on=True):
-        for module in (build, files):
+        for module in (cache_module,):
             monkeypatch.setattr(
                 module,
                 "layer_devices",

@@ -124,7 +124,7 @@ def test_layers_of_attention_that_disagree_beside_a_state_ask_for_a_reset():
         match=r"layer 1 cannot go back from 150 to 130 tokens: in 16 bits, it has a state .*cache\.reset\(\)",
     ):
         cache.crop(0)
-    assert [cache.layers[i].held for i in (0, 2)] == [150, 130]
+    assert [cache.layers[i].num_tokens for i in (0, 2)] == [150, 130]
     cache.crop(-130)
     close(model(ids, past_key_values=cache).logits, expected)
 

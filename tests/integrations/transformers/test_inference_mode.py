@@ -57,7 +57,7 @@ def repeat(model, cache, _):
 
 def save_and_load(model, cache, path):
     cache.save(path)
-    return FP8Cache.load(path, model, max_cache_len=cache.groups[0].max_cache_len)
+    return FP8Cache.load(path, model, max_cache_len=cache.options.max_cache_len)
 
 
 def reset(model, cache, _):

@@ -185,10 +185,10 @@ def test_cache_names_and_factory(loaded):
     }
     for name, expected in formats.items():
         cache = cache_factory(name, model)()
-        assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys) == expected
+        assert (cache.options.key_dtype, cache.layers[0].rotate_keys) == expected
     plain = calibrate(model, [torch.arange(50)[None]], key_dtype="e4m3", rotate_keys=False)
     cache = cache_factory("fp8-static", model, scales=plain)()
-    assert (cache.groups[0].key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == (
+    assert (cache.options.key_dtype, cache.layers[0].rotate_keys, cache.layers[0].scales) == (
         "e4m3",
         False,
         plain.layer(0),

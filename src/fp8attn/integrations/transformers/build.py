@@ -10,14 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
 from ...errors import UsageError
-from ...formats.codec import KeyDtype, codec_of
 from ...formats.spec import PageSpec
-from ...params import BackendName, check_backend
 from ...scales import KVScales
 from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
-from .devices import layer_devices
+from .decoder import check_layers
 from .kept import KeptLayer
-from .layers import FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
+from .layers import CacheOptions, FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
+from .weights import NO_BIASES, Weights
 
 
 def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
@@ -53,27 +52,18 @@ def transformers_model(model: Any) -> PreTrainedModel:
     )
 
 
-def make_layers(
-    model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
-    skip_layers: Iterable[int] | Callable[[int], bool],
-    key_dtype: KeyDtype, rotate_keys: bool, exact: bool, batch_invariant: bool, backend: BackendName,
-) -> tuple[list[Any], list[FP8Layers], list[LayerSpec]]:  # fmt: skip
-    """The layers of a cache, without means from the model's weights; what those in FP8 share, by shape, window and
-    device; and what the config says of the layers. It checks all options.
+def served_layers(model: PreTrainedModel, options: CacheOptions, scales: KVScales | None) -> list[LayerSpec]:
+    """What the config says of the layers of a model that `FP8Cache` can serve with these options.
 
     Raises:
         TypeError, UsageError: as `FP8Cache`.
     """
-    if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
-        raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {max_cache_len!r}")
     if scales is not None and not isinstance(scales, KVScales):
         raise TypeError(f"scales must be KVScales, as of KVScales.load(path); got {type(scales).__name__}")
-    codec_of(key_dtype)  # raises UsageError
-    check_backend(backend)
+    check_layers(model)
     if (reason := unsupported_reason(model.config)) is not None:
         raise UsageError(reason)
     specs, config = layers_of(model.config), decoder_config(model.config)
-    skipped = _skipped(skip_layers, config.num_hidden_layers)
     if scales is not None:
         full = next((spec for spec in specs if spec.is_full), None)
         if full is None:
@@ -86,19 +76,34 @@ def make_layers(
             num_kv_heads=full.num_kv_heads,
             head_dim=full.head_dim,
             model_id=config.name_or_path,
-            key_dtype=key_dtype,
-            rotate_keys=rotate_keys,
+            key_dtype=options.key_dtype,
+            rotate_keys=options.rotate_keys,
         )
-    plain = (
-        DYNAMIC_LAYER_TYPE_MAPPING
-        if max_cache_len is None
-        else {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer}
-    )
-    length = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
+    return specs
+
+
+def make_layers(
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    options: CacheOptions,
+    scales: KVScales | None,
+    weights: Weights,
+    skip_layers: Iterable[int] | Callable[[int], bool],
+    devices: list[torch.device],
+) -> tuple[list[Any], list[FP8Layers]]:
+    """The layers of a cache, and what those in FP8 share, by shape, window and device.
+
+    Raises:
+        UsageError: as `FP8Cache`.
+    """
+    config, static = decoder_config(model.config), options.max_cache_len is not None
+    is_skipped = _skipped(skip_layers, config.num_hidden_layers)
+    plain = {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer} if static else DYNAMIC_LAYER_TYPE_MAPPING
+    length = {"max_cache_len": options.max_cache_len} if static else {}
     layers: list[Any] = []
-    groups: dict[tuple[tuple[int, int, int | None], torch.device], FP8Layers] = {}
-    for index, (spec, device) in enumerate(zip(specs, layer_devices(model, len(specs)), strict=True)):
-        if not spec.in_pages_of(max_cache_len) or skipped(index):
+    groups: dict[tuple[int, int, int | None, torch.device], FP8Layers] = {}
+    for index, (spec, device) in enumerate(zip(specs, devices, strict=True)):
+        if not spec.in_pages_of(options.max_cache_len) or is_skipped(index):
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if not spec.has_pages:
@@ -106,31 +111,28 @@ def make_layers(
                 f"layer {index}: {PageSpec.of(spec.head_dim).refusal}. Keep such layers in 16 bits: "
                 f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and not each.has_pages]}"
             )
-        key = (spec.num_kv_heads, spec.head_dim, spec.window), device
+        key = spec.num_kv_heads, spec.head_dim, spec.window, device
         if key not in groups:
-            groups[key] = FP8Layers(config, max_cache_len, key_dtype, exact, batch_invariant, backend, *key)
+            groups[key] = FP8Layers(config, options, spec.window, device)
         group = groups[key]
-        own = None if scales is None or spec.is_windowed else scales.layer(index)
-        if spec.is_windowed:
-            layers.append(FP8SlidingLayer(index, group, scales=None, rotate_keys=rotate_keys))
-        elif spec.kind == "hybrid":
-            states = spec.options.get("number_of_states", 1)
-            layers.append(FP8HybridLayer(index, group, scales=own, rotate_keys=rotate_keys, number_of_states=states))
+        kind = FP8SlidingLayer if spec.is_windowed else FP8HybridLayer if spec.kind == "hybrid" else FP8Layer
+        if scales is not None and spec.is_full:
+            layers.append(kind(index, spec, group, scales.layer(index), NO_BIASES, options.rotate_keys))
         else:
-            layers.append(FP8Layer(index, group, scales=own, rotate_keys=rotate_keys))
-    if not groups and max_cache_len is not None and not any(spec.is_full for spec in specs):
+            rotate_keys = options.rotate_keys and index not in weights.unrotated
+            layers.append(kind(index, spec, group, None, weights.biases.get(index, NO_BIASES), rotate_keys))
+    if not groups and static and not any(spec.is_full for spec in specs):
         raise UsageError(
             f"every layer of {config.model_type!r} has a sliding window, and a static cache "
-            f"(max_cache_len={max_cache_len}) keeps windows in 16 bits. Use FP8Cache(model) without max_cache_len, or "
-            f"transformers' own StaticCache(config=model.config, max_cache_len=...)"
+            f"(max_cache_len={options.max_cache_len}) keeps windows in 16 bits. Use FP8Cache(model) without "
+            f"max_cache_len, or transformers' own StaticCache(config=model.config, max_cache_len=...)"
         )
     if not groups:
         raise UsageError(
             "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long "
-            "windows. Use transformers' own cache "
-            "(DynamicCache(config=model.config))"
+            "windows. Use transformers' own cache (DynamicCache(config=model.config))"
         )
-    return layers, list(groups.values()), specs
+    return layers, list(groups.values())
 
 
 def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:

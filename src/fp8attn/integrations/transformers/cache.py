@@ -19,19 +19,21 @@ from transformers.cache_utils import (
 )
 
 from ...cache import PagedKVCache
+from ...cache.page_table import MOST_SEQUENCES
 from ...checks import check_size, is_whole
+from ...errors import UsageError
 from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ...pages import KVPages
 from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
-from .build import make_layers, transformers_model
-from .config import decoder_config
-from .decoder import check_layers
+from .build import make_layers, served_layers, transformers_model
+from .config import LayerSpec, decoder_config
+from .devices import layer_devices
 from .kept import make_normal
-from .layers import UNCOMPILED, FP8HybridLayer, FP8Layer
+from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer
 from .tensors import ATTN_IMPLEMENTATION
-from .weights import Weights
+from .weights import Weights, kept_layers, read_weights, warn_losing, warn_unread
 
 
 class FP8Cache(Cache):
@@ -109,28 +111,31 @@ class FP8Cache(Cache):
         backend: BackendName = "auto",
     ) -> None:
         model = transformers_model(model)
-        weights = Weights(model, max_cache_len, scales, batch_invariant)
-        skipped = weights.keeps if skip_layers is None else skip_layers
-        self._build(model, max_cache_len, scales, skipped, key_dtype, rotate_keys, exact, batch_invariant, backend)
-        if free := [group for group in self.groups if scales is None or group.window is not None]:
-            weights.set_static(free)
+        options = CacheOptions(max_cache_len, key_dtype, rotate_keys, exact, batch_invariant, backend)
+        specs = served_layers(model, options, scales)
+        weights = read_weights(model, specs, options, scales)
+        skipped = kept_layers(weights, specs, options) if skip_layers is None else skip_layers
+        self._build(model, specs, options, scales, weights, skipped, layer_devices(model, len(specs)))
+        warn_unread(model, weights, [i for i in self.fp8_layers if self.layers[i].scales is None])
         if skip_layers is None:
-            weights.say_kept(self.fp8_layers)
-        for group in self.groups if max_cache_len is not None else ():
+            warn_losing(model, weights, kept_layers(weights, specs, options), options)
+        for group in self.groups:
             group.make_early()
 
     def _build(
-        self, model: PreTrainedModel, max_cache_len: int | None, scales: KVScales | None,
-        skip_layers: Iterable[int] | Callable[[int], bool], key_dtype: KeyDtype, rotate_keys: bool, exact: bool,
-        batch_invariant: bool, backend: BackendName,
-    ) -> None:  # fmt: skip
-        """Make the layers, without means from the model's weights, and set the model's attention implementation."""
-        check_layers(model)
-        layers, groups, specs = make_layers(
-            model, max_cache_len, scales, skip_layers, key_dtype, rotate_keys, exact, batch_invariant, backend
-        )  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        specs: list[LayerSpec],
+        options: CacheOptions,
+        scales: KVScales | None,
+        weights: Weights,
+        skip_layers: Iterable[int] | Callable[[int], bool],
+        devices: list[torch.device],
+    ) -> None:
+        """Make the layers, without pages, and set the model's attention implementation."""
+        layers, self.groups = make_layers(model, specs, options, scales, weights, skip_layers, devices)
         super().__init__(layers=layers)
-        self.groups = groups
+        self.options = options
         self._plain = [
             layer for layer in layers if isinstance(layer, CacheLayerMixin) and not isinstance(layer, FP8Layer)
         ]
@@ -153,7 +158,7 @@ class FP8Cache(Cache):
                 cache.
         """
         self._check()
-        files.save(self, path, seqs, tokens)
+        files.save(path, self.layers, self.identity, seqs, tokens)
 
     @classmethod
     def load(
@@ -182,22 +187,26 @@ class FP8Cache(Cache):
             UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what
                 differs.
         """
-        of = transformers_model(model)
-
-        def build(fp8_layers: list[int], key_dtype: KeyDtype) -> FP8Cache:
-            cache = cls.__new__(
-                cls
-            )  # means and the choice of layers are in the file, so the model's weights are not read
-            cache._build(
-                of, max_cache_len, None, lambda i: i not in fp8_layers, key_dtype, True, exact, batch_invariant, backend
+        model = transformers_model(model)
+        file = files.read(path, max_cache_len)
+        options = CacheOptions(max_cache_len, file.key_dtype, True, exact, batch_invariant, backend)
+        specs = served_layers(model, options, None)
+        devices = layer_devices(model, len(specs)) if device is None else [torch.device(device)] * len(specs)
+        if any(each.type == "meta" for each in devices):
+            raise UsageError(
+                "the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., "
+                "device='cuda')"
             )
-            return cache
-
-        return files.load(build, path, of, tokens, max_cache_len, device, backend)
+        cache = cls.__new__(cls)
+        # Means and the choice of layers are in the file, so the model's weights are not read.
+        skipped = [index for index in range(len(specs)) if index not in file.layers]
+        cache._build(model, specs, options, None, Weights({}, set(), []), skipped, devices)
+        files.restore(file, cache.layers, cache.identity, devices, tokens)
+        return cache
 
     @property
-    def paged(self) -> PagedKVCache | None:
-        """The pages of all FP8 layers; None before the first tokens.
+    def paged(self) -> PagedKVCache:
+        """The pages of all FP8 layers.
 
         Raises:
             ValueError: the FP8 layers have several shapes, windows or devices, and so several `PagedKVCache`s, those of
@@ -212,16 +221,14 @@ class FP8Cache(Cache):
 
     def pages(self, layer: int) -> KVPages:
         """The pages of the model's layer `layer`, which must be in FP8."""
-        if layer not in self.fp8_layers or (paged := self.layers[layer].shared.paged) is None:
-            raise ValueError(
-                f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}, with pages after the first forward"
-            )
-        return paged.pages(self.layers[layer].slot)
+        if layer not in self.fp8_layers:
+            raise ValueError(f"layer {layer} has no pages: the FP8 layers are {self.fp8_layers}")
+        return self.layers[layer].shared.paged.pages(self.layers[layer].slot)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors of all layers on the device, FP8 and 16-bit."""
-        paged = sum(group.paged.nbytes for group in self.groups if group.paged is not None)
+        paged = sum(group.paged.nbytes for group in self.groups)
         plain = [x for layer in self._plain for x in (layer.keys, layer.values) if x is not None]
         states = [x for layer in self._states for x in files.states_of(layer).values()]
         return paged + sum(x.nbytes for x in (*plain, *states))
@@ -232,9 +239,9 @@ class FP8Cache(Cache):
         return tuple(layer.index for layer in self.layers if isinstance(layer, FP8Layer))
 
     def __repr__(self) -> str:
-        held = len(self.fp8_layers)
-        what = ", ".join("empty" if group.paged is None else repr(group.paged) for group in self.groups)
-        return f"FP8Cache({held} layers in FP8, {len(self.layers) - held} in 16 bits, {what})"
+        count = len(self.fp8_layers)
+        pages = ", ".join("empty" if group.unused else repr(group.paged) for group in self.groups)
+        return f"FP8Cache({count} layers in FP8, {len(self.layers) - count} in 16 bits, {pages})"
 
     # A forward
 
@@ -242,7 +249,7 @@ class FP8Cache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of new tokens to a layer, and return those of all tokens (`FP8Layer.update`)."""
-        if torch.compiler.is_compiling() and self.groups[0].max_cache_len is None:
+        if torch.compiler.is_compiling() and self.options.max_cache_len is None:
             return self._update_uncompiled(key_states, value_states, layer_idx, *args, **kwargs)
         if not (layer_idx or self._states):
             self._check()
@@ -283,13 +290,13 @@ class FP8Cache(Cache):
         if self._agree():
             return
         lengths = self._lengths()
-        held = [
+        counts = [
             f"layers {ranges(i for i, x in lengths.items() if x == n)} hold {n} tokens"
             for n in sorted({*lengths.values()})
         ]
-        states = ", and states of linear layers have changed" if len(held) == 1 else ""
+        states = ", and states of linear layers have changed" if len(counts) == 1 else ""
         raise RuntimeError(
-            f"the layers of this cache do not hold the same tokens: {', '.join(held)}{states}. The last forward was "
+            f"the layers of this cache do not hold the same tokens: {', '.join(counts)}{states}. The last forward was "
             f"interrupted, or did not run every layer. To go on, call cache.crop(0), which drops what only some layers "
             f"hold, or cache.reset() and prefill again"
         )
@@ -297,16 +304,14 @@ class FP8Cache(Cache):
     def _agree(self) -> bool:
         """Whether all layers hold the same tokens, as far as it can be seen. It waits for the GPU only after a forward
         of a static cache outside of compiled code, if there are layers in 16 bits or several `groups`."""
-        made = [group.paged for group in self.groups if group.paged is not None]
-        if not all(paged.is_complete for paged in made):
+        if not all(group.paged.is_complete for group in self.groups):
             return False
         if len(self.groups) == 1 and not (self._plain or self._states):
             return True
-        if made and all(paged.is_unseen for paged in made):
+        if all(group.paged.is_unseen for group in self.groups):
             return True
-        lengths = {group.layers[0].held for group in self.groups} | {
-            int(layer.get_seq_length()) for layer in self._plain
-        }
+        lengths = {group.layers[0].num_tokens for group in self.groups}
+        lengths |= {int(layer.get_seq_length()) for layer in self._plain}
         return len(lengths) == 1 and not (
             lengths == {0} and any(any(layer.has_previous_state.values()) for layer in self._states)
         )
@@ -314,13 +319,13 @@ class FP8Cache(Cache):
     def _lengths(self) -> dict[int, int]:
         """Number of tokens of each layer of attention, by its number."""
         return {
-            index: layer.held if isinstance(layer, FP8Layer) else int(layer.get_seq_length())
+            index: layer.num_tokens if isinstance(layer, FP8Layer) else int(layer.get_seq_length())
             for index, layer in enumerate(self.layers)
             if isinstance(layer, CacheLayerMixin)
         }
 
-    def _check_crop(self, lengths: dict[int, int], kept: int) -> None:
-        """Raise RuntimeError if a layer, of those that hold `lengths`, cannot go back to `kept` tokens."""
+    def _check_crop(self, lengths: dict[int, int], target: int) -> None:
+        """Raise RuntimeError if a layer, of those that hold `lengths`, cannot go back to `target` tokens."""
         longest = max(lengths.values())
         for index, layer in enumerate(self.layers):
             length = lengths.get(index, longest)
@@ -334,21 +339,22 @@ class FP8Cache(Cache):
                     and layer.is_sliding
                     and (length > layer.max_cache_len or not hasattr(layer, "crop"))
                 )
-            if lost and length > kept:
+            if lost and length > target:
                 raise RuntimeError(
-                    f"layer {index} cannot go back from {length} to {kept} tokens: in 16 bits, it has a state or a "
+                    f"layer {index} cannot go back from {length} to {target} tokens: in 16 bits, it has a state or a "
                     f"window of the last. Call cache.reset() and prefill again. (Windows and convolutions of a growing "
                     f"cache can go back if cache.activate_past_recording() was called before the forward whose tokens "
                     f"are dropped.)"
                 )
         for group in self.groups:
-            group.check_crop(kept)
+            for seq in range(group.paged.num_seqs):
+                group.paged.table.check_held(seq, target)  # whether the window before the token is lost
 
     # Moving sequences
 
-    def _move(self, method: str, argument: Any) -> None:
-        """Call `method` once for the FP8 layers of each shape and on every 16-bit layer. If a layer does not have it,
-        call nothing.
+    def _move(self, method: str, argument: Any, indices: list[int]) -> None:
+        """Replace the sequences with those of these `indices`: in FP8 layers, and by `method`, which takes `argument`,
+        in every 16-bit layer. If a layer does not have it, change nothing.
         """
         self._check()
         make_normal(self._in_place)
@@ -364,7 +370,7 @@ class FP8Cache(Cache):
                 f"Make the FP8Cache without max_cache_len"
             )
         for group in self.groups:  # it checks the argument before it changes anything
-            getattr(group, method)(argument)
+            group.select(indices, method)
         self._call(self.layers, method, argument)
 
     def _call(self, layers: list[Any], method: str, *args: Any) -> None:
@@ -383,7 +389,7 @@ class FP8Cache(Cache):
         """Drop all tokens of all layers. The growing form also frees its pages."""
         make_normal(self._in_place)
         for group in self.groups:
-            group.reset()
+            group.paged.reset()
         self._call(self.layers, "reset")
         for layer in self.layers:
             if (
@@ -411,29 +417,35 @@ class FP8Cache(Cache):
                 f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}"
             )
         lengths = self._lengths()
-        kept = max(0, min(lengths.values()) + int(tokens_to_remove))
-        if not kept:
+        target = max(0, min(lengths.values()) + int(tokens_to_remove))
+        if not target:
             self.reset()
             return
-        self._check_crop(lengths, kept)
+        self._check_crop(lengths, target)
         make_normal(self._in_place)
         for group in self.groups:
-            group.crop(kept)
-        removed = max(lengths.values()) - kept  # from a state, which goes back only if all layers hold the same
+            group.paged.truncate(target)
+        removed = max(lengths.values()) - target  # from a state, which goes back only if all layers hold the same
         for index, layer in enumerate(self.layers):
-            change = kept - lengths[index] if index in lengths else -removed
+            change = target - lengths[index] if index in lengths else -removed
             if change or getattr(layer, "record_past", False):
                 self._call([layer], "crop", change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`."""
-        self._move("reorder_cache", beam_idx)
+        self._move("reorder_cache", beam_idx, beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
         check_size(repeats, "repeats")
-        self._move("batch_repeat_interleave", repeats)
+        num_seqs = self.groups[0].paged.num_seqs
+        if repeats * num_seqs > MOST_SEQUENCES:
+            raise ValueError(
+                f"a cache has at most {MOST_SEQUENCES:,} sequences; got {num_seqs} to repeat {repeats:,} times"
+            )
+        self._move("batch_repeat_interleave", repeats, [i for i in range(num_seqs) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences with these indices."""
-        self._move("batch_select_indices", indices)
+        """Keep the sequences that `indices` selects (numbers, or a mask)."""
+        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._move("batch_select_indices", indices, chosen.tolist())

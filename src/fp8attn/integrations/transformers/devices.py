@@ -16,7 +16,8 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
     offloaded ones.
     """
     devices = [model.device] * num_layers
-    if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) < 2:
+    mapped = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    if len(mapped) < 2:
         return devices
     for _, module in decoder_modules(model):
         index = vars(module).get("layer_idx")
@@ -27,9 +28,9 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
 
 def _device_of(layer: nn.Module) -> torch.device | None:
     """The device that a layer's modules run on; None: nothing says which."""
-    held = next((x.device for x in layer.parameters() if not x.is_meta), None)
-    if held is not None:
-        return held
+    loaded = next((x.device for x in layer.parameters() if not x.is_meta), None)
+    if loaded is not None:
+        return loaded
     hooks = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in layer.modules())
     moved = next((device for device in hooks if device is not None), None)
     return None if moved is None else torch.device(moved)

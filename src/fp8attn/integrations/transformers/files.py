@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -14,43 +14,50 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ...cache import PagedKVCache, storage
 from ...errors import UsageError
 from ...formats.codec import KeyDtype
-from ...params import BackendName
 from .config import LayerSpec, decoder_config
-from .devices import layer_devices
 from .layers import FP8Layer, FP8Layers
-
-
-class Held(Protocol):
-    """What is saved of an `FP8Cache`."""
-
-    groups: list[FP8Layers]
-    layers: list[CacheLayerMixin]
-    identity: dict[str, Any]
-
-    @property
-    def fp8_layers(self) -> tuple[int, ...]: ...
-
-
-Loaded = TypeVar("Loaded", bound=Held)
 
 # The attributes of transformers' own layers; the last two are the numbers of tokens of sliding windows and static
 # layers.
 _STATE = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
 
-def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torch.Tensor | None) -> None:
-    """Write sequences of all layers (`FP8Cache.save`)."""
-    paged = cache.groups[0].paged
-    if paged is None or any(group.paged is None for group in cache.groups):
+class CacheFile(NamedTuple):
+    """A file of `save`.
+
+    Attributes:
+        path: its path.
+        tensors, layers: as `storage.read` returns them.
+        identity: the model's (`identity`).
+        key_dtype: the format of the keys of all FP8 layers.
+    """
+
+    path: str | Path
+    tensors: dict[str, torch.Tensor]
+    layers: storage.Layers
+    identity: dict[str, Any]
+    key_dtype: KeyDtype
+
+
+def save(
+    path: str | Path,
+    layers: list[Any],
+    identity: dict[str, Any],
+    seqs: Sequence[int] | None,
+    tokens: torch.Tensor | None,
+) -> None:
+    """Write sequences of all `layers` of a cache (`FP8Cache.save`), which is for the model of this `identity`."""
+    groups = _groups(layers)
+    if any(group.unused for group in groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
     tensors: dict[str, torch.Tensor] = {}
-    layers: storage.Layers = {}
-    for group in cache.groups:
-        assert group.paged is not None
-        more, own = storage.pack(group.paged, seqs, [layer.index for layer in group.layers])
-        tensors, layers = tensors | more, layers | own
+    packed: storage.Layers = {}
+    for group in groups:
+        more_tensors, more_layers = storage.pack(group.paged, seqs, [layer.index for layer in group.layers])
+        tensors, packed = tensors | more_tensors, packed | more_layers
+    paged = groups[0].paged
     rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         if not isinstance(layer, FP8Layer) and getattr(layer, "keys", None) is not None:
             for name in _STATE:
                 value = getattr(layer, name, None)
@@ -63,32 +70,22 @@ def save(cache: Held, path: str | Path, seqs: Sequence[int] | None, tokens: torc
                 f"layers.{index}.{name}": state[rows].cpu().contiguous() for name, state in states_of(layer).items()
             }
     if tokens is not None:
-        held = paged.num_seqs, paged.lengths[0]
-        if tuple(tokens.shape) != held:
+        shape = paged.num_seqs, paged.lengths[0]
+        if tuple(tokens.shape) != shape:
             raise UsageError(
-                f"tokens must be the ids [B, length] = {list(held)} of what the cache holds; got {list(tokens.shape)}"
+                f"tokens must be the ids [B, length] = {list(shape)} of what the cache holds; got {list(tokens.shape)}"
             )
         tensors["tokens"] = tokens[rows].cpu().long().contiguous()
-    written = {"model": cache.identity, "max_cache_len": cache.groups[0].max_cache_len}
-    storage.write(path, tensors, layers, {name: json.dumps(value) for name, value in written.items()})
+    metadata = {"model": identity, "max_cache_len": groups[0].options.max_cache_len}
+    storage.write(path, tensors, packed, {name: json.dumps(value) for name, value in metadata.items()})
 
 
-def load(
-    build: Callable[[list[int], KeyDtype], Loaded], path: str | Path, model: PreTrainedModel,
-    tokens: torch.Tensor | None,
-    max_cache_len: int | None, device: torch.device | str | None, backend: BackendName,
-) -> Loaded:  # fmt: skip
-    """The cache of a file of `save` (`FP8Cache.load`). `build` makes an empty one with these FP8 layers and keys of
-    this format.
+def read(path: str | Path, max_cache_len: int | None) -> CacheFile:
+    """Read a file of `save`, for a cache with this `max_cache_len`.
+
+    Raises:
+        UsageError: as `FP8Cache.load`.
     """
-    devices = layer_devices(model, decoder_config(model.config).num_hidden_layers)
-    if device is not None:
-        devices = [torch.device(device)] * len(devices)
-    if any(each.type == "meta" for each in devices):
-        raise UsageError(
-            "the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., "
-            "device='cuda')"
-        )
     tensors, layers, metadata = storage.read(path)
     if "model" not in metadata:
         raise UsageError(
@@ -96,53 +93,71 @@ def load(
             f"wrote"
         )
     try:
-        saved, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
-        windows, (key_dtype, *_) = (
-            [own["window"] for own in layers.values()],
-            [own["key_dtype"] for own in layers.values()],
-        )
+        saved_identity, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
+        windowed = any(layer["window"] for layer in layers.values())
+        key_dtype, *_ = [layer["key_dtype"] for layer in layers.values()]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
-    windowed, fp8_layers = any(windows), list(layers)
     if max_cache_len != saved_len and (windowed or any(name.startswith("layers.") for name in tensors)):
         raise UsageError(
             f"{path} has {'windows' if windowed else '16-bit layers'} of a cache with max_cache_len={saved_len}, which "
             f"cannot become those of another: load it with this max_cache_len"
         )
-    cache = build(fp8_layers, key_dtype)
-    given = cache.identity, list(cache.fp8_layers)
-    if given != (saved, fp8_layers):
+    return CacheFile(path, tensors, layers, saved_identity, key_dtype)
+
+
+def restore(
+    file: CacheFile,
+    layers: list[Any],
+    identity: dict[str, Any],
+    devices: list[torch.device],
+    tokens: torch.Tensor | None,
+) -> None:
+    """Give the layers of a new cache what is in a file (`FP8Cache.load`).
+
+    Args:
+        file: the file.
+        layers, identity: of the cache, and of the model that it is for.
+        devices: of each layer.
+        tokens: `[B, S]` ids of the prompt, which must begin with those of the file. None: they are not compared.
+    """
+    path, tensors, groups = file.path, file.tensors, _groups(layers)
+    fp8_layers = sorted(layer.index for group in groups for layer in group.layers)
+    if (identity, fp8_layers) != (file.identity, list(file.layers)):
         raise UsageError(
-            f"{path} is from another model: {saved}, with FP8 layers {fp8_layers}; the given model is {given[0]}, with "
-            f"{given[1]}. Load it with that model, or prefill the prompt with this one"
+            f"{path} is from another model: {file.identity}, with FP8 layers {list(file.layers)}; the given model is "
+            f"{identity}, with {fp8_layers}. Load it with that model, or prefill the prompt with this one"
         )
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
-    for group in cache.groups:
-        on, own = devices[group.layers[0].index], {layer.index: layers[layer.index] for layer in group.layers}
+    for group in groups:
         group.paged = storage.unpack(
-            PagedKVCache, tensors, own, path, max_seqlen=max_cache_len, device=on, backend=backend
-        )
+            PagedKVCache, tensors, {layer.index: file.layers[layer.index] for layer in group.layers}, path,
+            max_seqlen=group.options.max_cache_len, device=group.device, backend=group.options.backend,
+        )  # fmt: skip
+        group.unused = False
         if group.paged.window != group.window:
             raise UsageError(
                 f"{path} is from a model whose layers {[layer.index for layer in group.layers]} have a window of "
                 f"{group.paged.window}; those of the given model have {group.window}. Load it with that model, or "
                 f"prefill the prompt with this one"
             )
-        for fp8_layer, pages in zip(group.layers, group.paged.layers, strict=True):
-            fp8_layer.rotate_keys = pages.format.rotate
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         start = f"layers.{index}."
-        mine = {
+        state = {
             name.removeprefix(start): value.to(devices[index])
             for name, value in tensors.items()
             if name.startswith(start)
         }
-        if "keys" in mine:
-            _restore(layer, {name: mine[name] for name in _STATE if name in mine})
+        if "keys" in state:
+            _restore(layer, {name: state.pop(name) for name in _STATE if name in state})
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            _restore_states(layer, {name: value for name, value in mine.items() if name not in _STATE})
-    return cache
+            _restore_states(layer, state)
+
+
+def _groups(layers: list[Any]) -> list[FP8Layers]:
+    """What the FP8 layers among these share."""
+    return list(dict.fromkeys(layer.shared for layer in layers if isinstance(layer, FP8Layer)))
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[str, torch.Tensor]:
@@ -204,10 +219,9 @@ def identity(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[str, Any]:
     specs = [spec for spec in specs if spec.is_full] or [spec for spec in specs if spec.in_pages]
     shapes = list(dict.fromkeys((x.num_q_heads, x.num_kv_heads, x.head_dim) for x in specs))
     heads, kv_heads, head_dim = shapes[0] if len(shapes) == 1 else (list(x) for x in zip(*shapes, strict=True))
-    found = {
+    values = {
         "type": config.model_type, "layers": config.num_hidden_layers, "name": Path(config.name_or_path).name,
-        "heads": heads,
-        "kv_heads": kv_heads, "head_dim": head_dim, "rope": getattr(config, "rope_parameters", None),
-        "dtype": str(model.dtype),
+        "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
+        "rope": getattr(config, "rope_parameters", None), "dtype": str(model.dtype),
     }  # fmt: skip
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(values, default=str))

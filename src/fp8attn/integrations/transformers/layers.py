@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,13 +13,14 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ...cache import PagedKVCache
 from ...cache.ahead import Attention
-from ...cache.page_table import MOST_SEQUENCES
 from ...dense.sdpa import autocast
+from ...errors import UsageError
 from ...formats.codec import KeyDtype, codec_of
 from ...formats.spec import PageSpec
-from ...params import BackendName, options_of
+from ...params import BackendName, check_backend, options_of
 from ...scales import LayerScales
-from .config import has_sinks, has_softcap, layers_of
+from .biases import LayerBiases
+from .config import LayerSpec, has_sinks, has_softcap
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
 
 UNCOMPILED = (
@@ -28,43 +30,61 @@ UNCOMPILED = (
 )
 
 
-class FP8Layers:
-    """The FP8 layers of a cache that have one shape, window and device, and what they share: a `PagedKVCache`, which is
-    made when the first
-    K and V show its shape (with tensor parallelism a layer has a share of its heads).
+@dataclass(frozen=True)
+class CacheOptions:
+    """The options that all layers of an `FP8Cache` have, which describes them.
 
-    Attributes:
+    Raises:
+        UsageError: an option has no such value.
+    """
+
+    max_cache_len: int | None
+    key_dtype: KeyDtype
+    rotate_keys: bool
+    exact: bool
+    batch_invariant: bool
+    backend: BackendName
+
+    def __post_init__(self) -> None:
+        length = self.max_cache_len
+        if length is not None and (not isinstance(length, int) or length < 1):
+            raise UsageError(f"max_cache_len must be a positive whole number of tokens (None grows); got {length!r}")
+        codec_of(self.key_dtype)  # raises UsageError
+        check_backend(self.backend)
+
+
+class FP8Layers:
+    """The FP8 layers of a cache that have one shape, window and device, and the `PagedKVCache` that they share.
+
+    Args:
         config: the decoder's config. Its attention implementation decides what `update` returns.
-        shape: the number of KV heads and the head_dim by the config, and the window.
-        device: the device that the model's layers are on, as far as it is known; "meta" if it is not.
+        options: of the cache.
+        device: the device that the model's layers are on; "meta" if it is not known.
+    Attributes:
         window: the sliding window of the layers; None: they see all tokens.
         layers: the layers, in the order of their numbers in `paged`.
-        paged: their pages; None before the first K and V.
+        paged: their pages. Until the first K and V, they are those of one sequence, with the shape and the device that
+            the config and the model say (`make_early`).
+        unused: whether there was no K and V yet. The first may have another shape (with tensor parallelism, a layer has
+            a share of its heads), and then gets other pages.
         recording: whether all tokens since the last `crop` can be dropped (`PageTable.recording`).
     """
 
+    paged: PagedKVCache
+
     def __init__(
-        self, config: PreTrainedConfig, max_cache_len: int | None, key_dtype: KeyDtype, exact: bool,
-        batch_invariant: bool,
-        backend: BackendName, shape: tuple[int, int, int | None], device: torch.device,
-    ) -> None:  # fmt: skip
-        self.shape, self.device, self.window = shape, device, shape[-1]
-        self.config, self.max_cache_len, self.key_dtype, self.backend = config, max_cache_len, key_dtype, backend
-        self.exact, self.batch_invariant = exact, batch_invariant
+        self, config: PreTrainedConfig, options: CacheOptions, window: int | None, device: torch.device
+    ) -> None:
+        self.config, self.options, self.window, self.device = config, options, window, device
         self.layers: list[FP8Layer] = []
-        self.paged: PagedKVCache | None = None
-        self.unused = False  # whether `paged` has one sequence, before any K and V have shown the batch
+        self.unused = True
         self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
         self.recording = False
 
     def make_early(self) -> None:
-        """Make the pages of one sequence, so that also the first forward can be compiled. Another batch gets others
-        (`other_shape`).
-        """
-        if self.device.type == "meta":
-            return
-        num_kv_heads, head_dim, _ = self.shape
-        x = torch.empty(1, num_kv_heads, 0, head_dim, device=self.device)
+        """Make the pages of one sequence, so that also the first forward of a static cache can be compiled."""
+        spec, device = self.layers[0].spec, torch.device("cpu") if self.device.type == "meta" else self.device
+        x = torch.empty(1, spec.num_kv_heads, 0, spec.head_dim, device=device)
         self.make(self.layers[0].index, x, x)
         self.unused = True
 
@@ -76,7 +96,8 @@ class FP8Layers:
             ValueError: no kernel takes the shape.
         """
         self.unused = False
-        spec = PageSpec(key_states.shape[-1], value_states.shape[-1], codec_of(self.key_dtype))
+        options = self.options
+        spec = PageSpec(key_states.shape[-1], value_states.shape[-1], codec_of(options.key_dtype))
         if spec.refusal is not None:
             raise ValueError(
                 f"layer {index} has a K of head_dim {spec.k_dim} and a V of {spec.v_dim}: {spec.refusal}. "
@@ -93,15 +114,15 @@ class FP8Layers:
             head_dim,
             num_layers=len(self.layers),
             num_seqs=batch,
-            max_seqlen=self.max_cache_len,
+            max_seqlen=options.max_cache_len,
             window=self.window,
-            key_dtype=self.key_dtype,
+            key_dtype=options.key_dtype,
             rotate_keys=[layer.rotate_keys for layer in self.layers],
             k_mean=means[::2],
             v_mean=means[1::2],
             scales=scales or None,
             device=key_states.device,
-            backend=self.backend,
+            backend=options.backend,
         )
         self.paged.table.recording = self.recording
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
@@ -113,26 +134,23 @@ class FP8Layers:
         see.
         """
         options = options_of(
-            window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config), exact=self.exact,
-            batch_invariant=self.batch_invariant,
+            window=self.window, softcap=has_softcap(self.config), sinks=has_sinks(self.config),
+            exact=self.options.exact, batch_invariant=self.options.batch_invariant,
         )  # fmt: skip
-        specs = layers_of(self.config)
-        heads = {specs[layer.index].num_q_heads for layer in self.layers}
         return {
             Attention(num_q_heads, options, leftpad=leftpad)
-            for num_q_heads in heads
+            for num_q_heads in {layer.spec.num_q_heads for layer in self.layers}
             for leftpad in ((False, True) if batch > 1 else (False,))
         }
 
     @torch.compiler.disable(reason=UNCOMPILED)
     def other_shape(self, index: int, key_states: torch.Tensor, value_states: torch.Tensor) -> PagedKVCache:
-        """Handle a K of another shape or device than the pages. An unused static cache and an empty growing one take
-        another batch. All else raises ValueError."""
-        paged = self.paged
-        assert paged is not None
+        """Handle a K of another shape or device than the pages. An unused cache and an empty growing one take another
+        batch. All else raises ValueError."""
         if self.unused:
-            self.paged = None  # before its memory is allocated again
+            del self.paged  # before its memory is allocated again
             return self.make(index, key_states, value_states)
+        paged = self.paged
         if key_states.device != paged.device:
             raise ValueError(
                 f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache "
@@ -145,7 +163,7 @@ class FP8Layers:
                 f"{paged.num_kv_heads} of {paged.head_dim}. Use a new FP8Cache for another model; keep layers of "
                 f"another shape in 16 bits (FP8Cache(model, skip_layers=[{index}, ...]))"
             )
-        if self.max_cache_len is not None or paged.num_pages:
+        if self.options.max_cache_len is not None or paged.num_pages:
             raise ValueError(
                 f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a "
                 f"new FP8Cache for another batch"
@@ -155,56 +173,19 @@ class FP8Layers:
 
     # Moving sequences, for all FP8 layers at once
 
-    def reset(self) -> None:
-        """Drop all tokens. The growing form also frees its pages. The static form keeps its tensors."""
-        if self.paged is not None:
-            self.paged.reset()
-
-    def crop(self, kept: int) -> None:
-        """Drop all tokens after the first `kept` of every sequence, and those that only some layers hold."""
-        if self.paged is not None:
-            self.paged.truncate(kept)
-
-    def check_crop(self, kept: int) -> None:
-        """Raise RuntimeError if the window before the token `kept` is lost."""
-        if self.paged is not None:
-            for seq in range(self.paged.num_seqs):
-                self.paged.table.check_held(seq, kept)
-
     def record(self, recording: bool) -> None:
         """Keep every token from now on until the next `crop`, or no longer do so."""
-        self.recording = recording
-        if self.paged is not None:
-            self.paged.table.recording = recording
+        self.recording = self.paged.table.recording = recording
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`. Copies share pages until one of
-        them writes.
+    def select(self, indices: list[int], method: str) -> None:
+        """Replace the sequences with those of these `indices`, for the cache's `method`. Copies share pages until one
+        of them writes.
         """
-        self._select(beam_idx.tolist(), "reorder_cache")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times. Copies of a sequence are neighbors."""
-        if self.paged is not None:
-            if repeats * self.paged.num_seqs > MOST_SEQUENCES:
-                raise ValueError(
-                    f"a cache has at most {MOST_SEQUENCES:,} sequences; got {self.paged.num_seqs} to repeat "
-                    f"{repeats:,} times"
-                )
-            self._select([i for i in range(self.paged.num_seqs) for _ in range(repeats)], "batch_repeat_interleave")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences that `indices` selects (numbers, or a mask)."""
-        self._select(
-            (indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist(), "batch_select_indices"
-        )
-
-    def _select(self, indices: list[int], what: str) -> None:
-        if self.paged is None:
+        if self.unused:
             return
-        if self.max_cache_len is not None and len(indices) != self.paged.num_seqs:
+        if self.options.max_cache_len is not None and len(indices) != self.paged.num_seqs:
             raise ValueError(
-                f"{what} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use "
+                f"{method} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use "
                 f"max_cache_len=None, or give the prompt to generate with the final batch"
             )
         self.paged.select(indices)
@@ -222,31 +203,38 @@ class FP8Layer(CacheLayerMixin):
 
     Args:
         index: the layer's number in the model, for errors.
+        spec: what the config says of it.
         shared: the layers of this shape. The new layer gets the next number in it.
         scales, rotate_keys: as `PagedKVCache` takes them.
-    Attributes:
-        k_mean, v_mean: static means, as `PagedKVCache` takes them. None: zero.
+        biases: of the layer, whose means are subtracted.
     """
 
     is_sliding = False
     is_croppable = True
     keys = values = None
 
-    def __init__(self, index: int, shared: FP8Layers, *, scales: LayerScales | None, rotate_keys: bool) -> None:
-        self.index, self.shared, self.slot = index, shared, len(shared.layers)
-        self.is_compileable = shared.max_cache_len is not None
+    def __init__(
+        self,
+        index: int,
+        spec: LayerSpec,
+        shared: FP8Layers,
+        scales: LayerScales | None,
+        biases: LayerBiases,
+        rotate_keys: bool,
+    ) -> None:
+        self.index, self.spec, self.shared, self.slot = index, spec, shared, len(shared.layers)
+        self.is_compileable = shared.options.max_cache_len is not None
         self.scales, self.rotate_keys = scales, rotate_keys
-        self.k_mean: torch.Tensor | None = None
-        self.v_mean: torch.Tensor | None = None
+        self.k_mean, self.v_mean = biases.k_mean, biases.v_mean
         shared.layers.append(self)
 
     @property
     def is_initialized(self) -> bool:
-        return self.shared.paged is not None and not self.shared.unused
+        return not self.shared.unused
 
     @property
     def batch_size(self) -> int:
-        if self.shared.paged is None:
+        if self.shared.unused:
             raise AttributeError("the cache has a batch size only after the first update")
         return self.shared.paged.num_seqs
 
@@ -272,10 +260,7 @@ class FP8Layer(CacheLayerMixin):
         """
         shared = self.shared
         key_states, value_states = autocast(key_states, value_states)
-        if shared.paged is None:
-            shared.make(self.index, key_states, value_states)
         paged = shared.paged
-        assert paged is not None
         batch, heads, _, head_dim = key_states.shape
         if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim) or (
             self.slot == 0 and key_states.device != paged.device
@@ -289,15 +274,9 @@ class FP8Layer(CacheLayerMixin):
             shared.length = paged.max_seqlen or paged.lengths[0]
         length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
         if shared.implementation == ATTN_IMPLEMENTATION:
-            held = (
-                (batch, heads, length, head_dim),
-                key_states.dtype,
-                paged.backend,
-                shared.exact,
-                shared.batch_invariant,
-                shared.window,
-            )
-            return PagedTensor(pages, "k", *held), PagedTensor(pages, "v", *held)
+            shape, options = (batch, heads, length, head_dim), shared.options
+            reading = shape, key_states.dtype, paged.backend, options.exact, options.batch_invariant, shared.window
+            return PagedTensor(pages, "k", *reading), PagedTensor(pages, "v", *reading)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(
@@ -315,18 +294,19 @@ class FP8Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of keys that a mask for `query_length` new tokens covers, and the index of the first one."""
-        if self.shared.max_cache_len is not None:
-            return self.shared.max_cache_len, 0
-        held, window = 0 if self.shared.paged is None else self.shared.paged.lengths[0], self.shared.window
-        first = 0 if window is None else max(0, held - window + 1)
-        return held + query_length - first, first
+        shared = self.shared
+        if shared.options.max_cache_len is not None:
+            return shared.options.max_cache_len, 0
+        length = shared.paged.lengths[0]
+        first = 0 if shared.window is None else max(0, length - shared.window + 1)
+        return length + query_length - first, first
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Number of tokens. In the static form it is a scalar on the device, except while the cache is known to be
         empty.
         """
         paged = self.shared.paged
-        if paged is None or (self.shared.unused and not torch.compiler.is_compiling()):
+        if self.shared.unused and not torch.compiler.is_compiling():
             return 0
         if paged.max_seqlen is None:
             return paged.lengths[0]
@@ -335,13 +315,13 @@ class FP8Layer(CacheLayerMixin):
         )  # a copy, because the caller uses it after the next append
 
     @property
-    def held(self) -> int:
-        """Number of tokens that this layer holds. In the static form it may wait for the GPU."""
-        return 0 if self.shared.paged is None else self.shared.paged.length_of(self.slot)
+    def num_tokens(self) -> int:
+        """Number of tokens that this layer has appended. In the static form it may wait for the GPU."""
+        return self.shared.paged.length_of(self.slot)
 
     def get_max_length(self) -> int:
         """The largest number of tokens; -1 without a limit."""
-        return self.shared.max_cache_len or -1
+        return self.shared.options.max_cache_len or -1
 
     def reset(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError, like every method that would move the sequences of only this layer."""
@@ -393,18 +373,14 @@ class FP8HybridLayer(FP8Layer, LinearAttentionLayer):
     """A layer with full attention and, beside it, the state of a linear layer, as Falcon-H1 has. K and V are in FP8,
     the state in 16 bits.
 
-    Args:
-        index, shared, scales, rotate_keys: as `FP8Layer` takes them.
-        number_of_states: of the linear layer.
+    The arguments are those of `FP8Layer`.
     """
 
     is_croppable = LinearAttentionLayer.is_croppable
 
-    def __init__(
-        self, index: int, shared: FP8Layers, *, scales: LayerScales | None, rotate_keys: bool, number_of_states: int = 1
-    ) -> None:  # fmt: skip
-        LinearAttentionLayer.__init__(self, number_of_states)
-        FP8Layer.__init__(self, index, shared, scales=scales, rotate_keys=rotate_keys)
+    def __init__(self, index: int, spec: LayerSpec, *args: Any) -> None:
+        LinearAttentionLayer.__init__(self, spec.options.get("number_of_states", 1))
+        FP8Layer.__init__(self, index, spec, *args)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Make the pages for K and V, which are given by position, or the state, whose tensors have names (as in
