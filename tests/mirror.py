@@ -47,7 +47,6 @@ ROWS = {
     "fp8attn/errors.py": ("tools/cli/test_errors.py",),
     "fp8attn/formats/": ("test_numerics.py",),
     "fp8attn/formats/rope.py": ("dense/test_rope.py",),
-    "fp8attn/integrations/checkpoint.py": ("tools/checkpoints/test_checkpoints.py",),
     "fp8attn/integrations/engine/biases.py": (
         "integrations/engine/test_static.py",
         "integrations/engine/test_marks.py",

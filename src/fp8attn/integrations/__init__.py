@@ -8,7 +8,6 @@ used.
 | `engine/` | what a plugin of any serving engine needs; it imports no engine |
 | `vllm/`, `sglang/` | the plugins |
 | `warmup.py` | `warmup`: compiles the kernels of a model before it serves |
-| `checkpoint.py` | the tensors of a checkpoint's folder |
 
 ComfyUI's node is one file of `examples/comfyui/`.
 """

@@ -9,6 +9,7 @@ that is missing, renamed or in a file that the index does not name. Nothing here
 
 | file | what |
 |---|---|
+| `folder.py` | the config and the tensors of a checkpoint's folder |
 | `attentions.py` | the attention modules of a checkpoint |
 | `formats.py` | the names and shapes in which vLLM reads scales, and the config |
 | `fold.py` | V's means, moved into biases |

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.checkpoint import CONFIG, Checkpoint
 from fp8attn.scales import ranges
+
+from .folder import CONFIG, Checkpoint
 
 # The projections of an attention module. Compressed weights have longer names, such as `weight_packed`.
 _PROJECTION = re.compile(

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.checkpoint import FLOATS, INDEX, Checkpoint
 from fp8attn.scales import KVScales
 
 from .attentions import attentions_of, heads_of, layers_text
+from .folder import FLOATS, INDEX, Checkpoint
 from .formats import Strategy, declared, names, shape, to_tensor, values
 
 SCALES = "model-kv-scales.safetensors"

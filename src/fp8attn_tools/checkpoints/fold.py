@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.checkpoint import FLOATS, Checkpoint
 
 from .attentions import Attention, heads_of
+from .folder import FLOATS, Checkpoint
 
 
 def moved_means(checkpoint: Checkpoint, attention: Attention, v_mean: torch.Tensor) -> dict[str, torch.Tensor]:

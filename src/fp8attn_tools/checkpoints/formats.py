@@ -22,10 +22,10 @@ import torch
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3
-from fp8attn.integrations.checkpoint import CONFIG, Checkpoint
 from fp8attn.scales import LayerScales
 
 from .attentions import Attention
+from .folder import CONFIG, Checkpoint
 
 Strategy = Literal["tensor", "attn_head"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save
 
 from fp8attn.errors import UsageError
-from fp8attn.integrations.checkpoint import CONFIG, INDEX, Checkpoint
 from fp8attn.scales import KVScales, LayerScales
 
 from .attentions import Attention, attentions_of, heads_of, layers_text
 from .check import NOTE, SCALES, Export, check
 from .fold import moved_means, overwrite
+from .folder import CONFIG, INDEX, Checkpoint
 from .formats import STRATEGIES, Strategy, names, new_config, to_tensor, values
 
 # Weights that a loader might take instead of those that the index names, and their config. The overlay has no links to

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 
 from fp8attn import KVScales, LayerScales, UsageError  # noqa: E402
-from fp8attn.integrations.checkpoint import INDEX, Checkpoint  # noqa: E402
 from fp8attn_tools import calibrate  # noqa: E402
 from fp8attn_tools.checkpoints import check, export  # noqa: E402
 from fp8attn_tools.checkpoints.check import SCALES  # noqa: E402
+from fp8attn_tools.checkpoints.folder import INDEX, Checkpoint  # noqa: E402
 from tests.support.transformers_models import SHAPE, VOCABULARY, make, one_thread  # noqa: E402, F401
 
 STRATEGIES = ("tensor", "attn_head")

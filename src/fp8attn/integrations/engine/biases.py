@@ -7,6 +7,7 @@ from the checkpoint, into a transformers model without memory for the others.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 from functools import lru_cache
@@ -14,17 +15,18 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ...errors import UsageError
 from ...scales import ranges
-from ..checkpoint import FLOATS, Checkpoint
-from ..transformers.biases import LayerBiases, layer_biases
+from ..transformers.biases import PLAIN, LayerBiases, layer_biases
 from ..transformers.config import decoder_config
 
 logger = logging.getLogger(__name__)
-_PROJECTION = r"self_attn\.(k_proj|v_proj|qkv_proj)"
+_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj")
+_PROJECTION = rf"self_attn\.({'|'.join(_PROJECTIONS)})"
 _READ = re.compile(rf".*\blayers\.\d+\.({_PROJECTION}|input_layernorm)\.(weight|bias)")
 _IF_BIASES = (
     "If its keys or values have large biases, as those of Qwen2 have, 8 bits lose accuracy: serve a folder of "
@@ -54,35 +56,31 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         context: positions over which K's bias is averaged.
     """
     try:
-        checkpoint = _checkpoint(model, revision)
-        if not any(map(_BIAS.fullmatch, checkpoint.tensors)):
+        folder = _folder(model, revision)
+        if not _tensors(folder, _BIAS):
             return {}
-        found = layer_biases(_attention_of(checkpoint), context)
-    except (
-        UsageError,
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: tensors of other shapes than the config says
+        biases = layer_biases(_attention_of(folder), context)
+    # A RuntimeError is of tensors of other shapes than the config says.
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         logger.warning(
             "fp8attn: the biases of %s cannot be read, so there are no static means. %s: %s", model, _IF_BIASES, error
         )
         return {}
-    if not found:
+    if not biases:
         logger.warning(
             "fp8attn: the biases of %s have a form that is not known, so there are no static means. %s",
             model,
             _IF_BIASES,
         )
-    used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in found.values())
+    used = sum(layer.k_mean is not None or layer.v_mean is not None for layer in biases.values())
     logger.info("fp8attn: static means from the biases of %d layers", used)
-    if losing := {index: layer.k_step for index, layer in found.items() if layer.loses}:
+    if losing := {index: layer.k_step for index, layer in biases.items() if layer.loses}:
         logger.warning(
             "fp8attn: layers %s of %s lose accuracy in 8 bits. RoPE rotates large biases of their keys, so no mean "
             "removes them, and 8 bits are up to %.0f times as coarse. %s", ranges(losing), model, max(losing.values()),
             _IF_LOSING,
         )  # fmt: skip
-    return found
+    return biases
 
 
 def identity(model: str, revision: str | None, context: int) -> bytes:
@@ -96,39 +94,52 @@ def identity(model: str, revision: str | None, context: int) -> bytes:
              for kind, mean in (("k", layer.k_mean), ("v", layer.v_mean)) if mean is not None]  # fmt: skip
     if not means:
         return b""
-    checkpoint = _checkpoint(model, revision)
-    found = hashlib.sha256(str(context).encode())
-    for name in sorted(filter(_BIAS.fullmatch, checkpoint.tensors)):
-        found.update(name.encode() + checkpoint.get(name).contiguous().view(torch.uint8).numpy().tobytes())
-    for index, kind, mean in means:
-        found.update(
-            f"{index}{kind}".encode() + (mean != 0).numpy().tobytes()
-        )  # which channels have one depends on the weights, too
-    return found.digest()
+    digest = hashlib.sha256(str(context).encode())
+    for name, bias in sorted(_tensors(_folder(model, revision), _BIAS).items()):
+        digest.update(name.encode() + bias.contiguous().view(torch.uint8).numpy().tobytes())
+    for index, kind, mean in means:  # which channels have one depends on the weights, too
+        digest.update(f"{index}{kind}".encode() + (mean != 0).numpy().tobytes())
+    return digest.digest()
 
 
-def _checkpoint(model: str, revision: str | None) -> Checkpoint:
-    return Checkpoint.read(
-        model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True)
-    )
+def _folder(model: str, revision: str | None) -> Path:
+    return Path(model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True))
 
 
-def _attention_of(checkpoint: Checkpoint) -> nn.Module:
+def _tensors(folder: Path, names: re.Pattern[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint with these names, in its safetensors files: those of its index, or all.
+
+    Raises:
+        UsageError: there are no such files.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        paths = {folder / file for file in json.loads(index.read_text()).get("weight_map", {}).values()}
+    else:
+        paths = set(folder.glob("*.safetensors"))
+    if not paths:
+        raise UsageError(f"{folder} has no safetensors files")
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(paths):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys() if names.fullmatch(name)}  # noqa: SIM118
+    return tensors
+
+
+def _attention_of(folder: Path) -> nn.Module:
     """A transformers model of which only the projections of K and V and the norms before them have values."""
-    config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    names = [name for name, tensor in checkpoint.tensors.items() if _READ.fullmatch(name) and tensor.dtype in FLOATS]
-    model.load_state_dict({name: checkpoint.get(name) for name in names}, strict=False, assign=True)
+    tensors = {name: x for name, x in _tensors(folder, _READ).items() if x.dtype in PLAIN}
+    model.load_state_dict(tensors, strict=False, assign=True)
     for name, module in list(model.named_modules()):
-        parent, _, own = name.rpartition(".")
+        parent, _, attribute = name.rpartition(".")
         if any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
-            setattr(model.get_submodule(parent), own, type(module)(config=decoder_config(config)))
-        elif (
-            own in ("k_proj", "v_proj", "qkv_proj") and isinstance(module, nn.Linear) and module.weight.is_meta
-        ):  # quantized
+            setattr(model.get_submodule(parent), attribute, type(module)(config=decoder_config(config)))
+        elif attribute in _PROJECTIONS and isinstance(module, nn.Linear) and module.weight.is_meta:  # quantized
             if module.bias is None or module.bias.is_meta:
-                setattr(model.get_submodule(parent), own, nn.Identity())
+                setattr(model.get_submodule(parent), attribute, nn.Identity())
             else:  # without a deviation every bias is large enough
                 module.weight = nn.Parameter(torch.zeros(()).expand(module.weight.shape), requires_grad=False)
     return model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import UsageError
+from fp8attn.errors import UsageError
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # dtypes by their names in safetensors
@@ -65,9 +65,9 @@ class Checkpoint:
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
             if len(files) != 1:
-                found = ", ".join(files) or "none"
+                names = ", ".join(files) or "none"
                 raise UsageError(
-                    f"{folder} has no {INDEX}, and therefore must have one safetensors file; it has {found}"
+                    f"{folder} has no {INDEX}, and therefore must have one safetensors file; it has {names}"
                 )
             named = None
         tensors: dict[str, Tensor] = {}
