@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers.biases import layer_biases
-from fp8attn.integrations.transformers.config import attention_shape, layers_of
+from fp8attn.integrations.transformers.config import layers_of
 
 from .plan import CacheShape
 
@@ -28,7 +28,7 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
             f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): {sorted(shapes)}; "
             f"call fp8attn_tools.plan.plan with a CacheShape of each"
         )
-    _, num_kv_heads, head_dim = attention_shape(config)
+    ((num_kv_heads, head_dim),) = shapes
     full = sum(layer.is_full for layer in layers)
     windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_windowed)
     kept = tuple(layer.window for layer in layers if layer.window is not None and not layer.is_windowed)

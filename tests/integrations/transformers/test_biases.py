@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from benchmarks.stress import STRENGTHS, plant  # noqa: E402
 from fp8attn.integrations.transformers import FP8Cache, biases  # noqa: E402
-from fp8attn.integrations.transformers.biases import _attentions, _offset, _read, _run, layer_biases, spread_layers  # noqa: E402
+from fp8attn.integrations.transformers.biases import _attentions, _read, _run, layer_biases, spread_layers  # noqa: E402
 from fp8attn.numerics import relative_error  # noqa: E402
 from fp8attn_tools import calibrate  # noqa: E402
 from fp8attn_tools.diagnostics import examine  # noqa: E402
@@ -385,10 +385,10 @@ def test_a_fused_projection_s_biases_are_those_that_the_cache_gets(family):
     model, cache, seen = fused_with_biases(family)
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
     [(k, v)] = seen
-    [(index, attention, norm)] = _attentions(model)
-    assert index == 0
+    [attention], unknown = _attentions(model)
+    assert attention.index == 0 and not unknown
     for which, expected in (("k", k), ("v", v)):
-        added, deviation = _offset(attention, which, norm)
+        added, deviation = attention.projection(which)
         torch.testing.assert_close(added, expected[0, :, 0], rtol=1e-4, atol=1e-4)
         assert added.shape == deviation.shape == (4, 64)
     found = layer_biases(model)[0]
@@ -484,10 +484,10 @@ def test_deviations_of_a_projection_that_is_run_are_those_of_its_weights():
             for p in layer.input_layernorm.parameters():
                 p.uniform_(-0.5, 1.5)
         linear, norm = layer.self_attn.k_proj, layer.input_layernorm
-        (deviation, added), (expected, bias) = _run(linear, norm, linear.in_features), _read(linear, norm)
+        (added, deviation), (bias, expected) = _run(linear, norm, linear.in_features), _read(linear, norm)
         torch.testing.assert_close(deviation, expected, rtol=0.25, atol=0)  # 256 samples: 4 deviations of 4.4%
         assert (deviation / expected).mean().item() == pytest.approx(1, rel=0.02)
-        torch.testing.assert_close(added, torch.zeros_like(added) if bias is None else bias, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(added, bias, rtol=1e-4, atol=1e-4)
 
 
 def test_a_prefix_tuned_model_is_refused():

@@ -11,7 +11,6 @@ from fp8attn import UsageError  # noqa: E402
 from fp8attn.integrations.transformers import config as config_module  # noqa: E402
 from fp8attn.integrations.transformers.config import (  # noqa: E402
     LayerSpec,
-    attention_shape,
     cache_keyword,
     has_sinks,
     has_softcap,
@@ -41,21 +40,17 @@ def test_llama():
         num_hidden_layers=3, num_attention_heads=8, hidden_size=512, num_key_value_heads=2
     )
     assert layers_of(config) == 3 * [LayerSpec("full_attention", 8, 2, 64)]
-    assert attention_shape(config) == (8, 2, 64)
 
 
 def test_without_grouped_heads():
     config = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=256)
     assert layers_of(config) == 2 * [LayerSpec("full_attention", 4, 4, 64)]
-    assert attention_shape(config) == (4, 4, 64)
 
 
 def test_windows():
     sliding = LayerSpec("sliding_attention", 4, 1, 256, 512, {"sliding_window": 512})
     assert [*map(vars, layers_of(gemma3()))][:2] == 2 * [vars(sliding)]
-    full = layers_of(gemma3())[2]
-    assert (full.kind, full.window) == ("full_attention", None)
-    assert attention_shape(gemma3()) == (4, 1, 256)
+    assert layers_of(gemma3())[2] == LayerSpec("full_attention", 4, 1, 256)
 
 
 def test_layers_that_share_k_and_v_are_not_counted():
@@ -115,7 +110,6 @@ def test_models_are_refused_in_the_same_words_everywhere(words):
     messages = set()
     for use in (
         layers_of,
-        attention_shape,
         lambda config: calibrate(_Model(config), [torch.zeros(1, 4, dtype=torch.long)]),
     ):
         with pytest.raises(UsageError, match=words) as refused:

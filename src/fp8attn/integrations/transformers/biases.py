@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,17 +34,12 @@ from .config import decoder_config, heads_of
 from .decoder import decoder_modules
 
 POSITIONS = 4096  # positions of the context that RoPE is computed at
-Attention = Any  # an attention module: transformers has a class for each model, and none for all
-Read = tuple[
-    int, Attention, nn.Module | None
-]  # a layer's index, its attention module, and the norm before it, if that is known
 SAMPLES = 256  # inputs of a module that is run; a deviation of them is right to 5%
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FUSED = {"GPT2Attention": "c_attn", "GPTNeoXAttention": "query_key_value"}
 BY_HEAD = ("query_key_value",)  # each head's Q, K and V are together
-MAX_STEP = (
-    8.0  # of `LayerBiases.k_step`: measured, steps of up to 4 cost a model little, and one of 44 half of its divergence
-)
+# Of `LayerBiases.k_step`. Measured: steps of up to 4 cost a model little, and one of 44 half of its divergence.
+MAX_STEP = 8.0
 MAX_SPREAD = 4.0  # how much larger the variance of a score's error may become: twice the error
 
 
@@ -88,7 +83,7 @@ _READ: WeakKeyDictionary[nn.Module, tuple[tuple[int, torch.device], torch.Tensor
 @torch.no_grad()
 def layer_biases(
     model: PreTrainedModel, context: int | None = None, k_means: Mapping[int, torch.Tensor] | None = None
-) -> dict[int, LayerBiases]:  # fmt: skip
+) -> dict[int, LayerBiases]:
     """The effect of biases, by layer index. Layers on which biases have none are absent.
 
     A model's weights are read once, and again when a bias has another value: every request may make a cache, and
@@ -101,52 +96,15 @@ def layer_biases(
             place of those here.
     """
     context = context or getattr(decoder_config(model.config), "max_position_embeddings", None) or POSITIONS
-    attentions = list(_attentions(model))
+    attentions, unknown = _attentions(model)
     values = None if k_means else _bias_values(attentions)
     if values is None:
-        return _read_biases(model, attentions, context, k_means or {})
-    held = _READ.get(model)
-    if held is None or held[0] != (context, values.device) or not torch.equal(held[1], values):
-        _READ[model] = held = (context, values.device), values, _read_biases(model, attentions, context, {})
-    return dict(held[2])
-
-
-def _bias_values(attentions: list[Read]) -> torch.Tensor | None:
-    """All biases that `layer_biases` reads, one after another, float32 on one device. None: some modules must be run to
-    be read.
-    """
-    modules = [
-        module
-        for _, each, norm in attentions
-        for module in (_linear(each, "k"), _linear(each, "v"), norm)
-        if module is not None
-    ]
-    if not all(map(_is_plain, modules)) or not all(
-        type(module) in (nn.Linear, Conv1D) or not [*module.children()] for module in modules
-    ):
-        return None
-    biases = [bias for module in modules if isinstance(bias := getattr(module, "bias", None), torch.Tensor)]
-    return torch.cat([bias.float().to(biases[0].device) for bias in biases]) if biases else torch.empty(0)
-
-
-def _read_biases(
-    model: PreTrainedModel, attentions: list[Read], context: int, k_means: Mapping[int, torch.Tensor]
-) -> dict[int, LayerBiases]:  # fmt: skip
-    """`layer_biases`, from the weights."""
-    rotary, found = None, {}
-    for index, attention, norm in attentions:
-        biased = [which for which in "kv" if _is_biased(attention, which, norm)]
-        read = {which: offset for which in biased if (offset := _offset(attention, which, norm)) is not None}
-        v_mean = _several(*read["v"]) if "v" in read else None
-        rotary = rotary or (_rotary(model) if "k" in read else None)
-        rotated = _rotated(*read["k"], attention, rotary, context, k_means.get(index)) if "k" in read else _NOTHING
-        unread = len(read) < len(biased) or rotated is None
-        k_mean, k_offset, k_step = rotated or _NOTHING
-        if v_mean is not None or k_mean is not None or k_offset or unread:
-            found[index] = LayerBiases(k_mean, v_mean, k_offset, k_step, unread)
-    for index in _unknown(model) - {index for index, *_ in attentions}:
-        found[index] = LayerBiases(unread=True)
-    return found
+        return _read_biases(model, attentions, unknown, context, k_means or {})
+    last = _READ.get(model)
+    if last is None or last[0] != (context, values.device) or not torch.equal(last[1], values):
+        biases = _read_biases(model, attentions, unknown, context, {})
+        _READ[model] = last = (context, values.device), values, biases
+    return dict(last[2])
 
 
 @torch.no_grad()
@@ -159,43 +117,162 @@ def spread_layers(model: PreTrainedModel) -> set[int]:
     `sum_c q_c^2 * sum_c k_c^2 / head_dim`. A layer is included if for one of its heads the second is more than
     `MAX_SPREAD` times the first. Layers with projections of an unknown form are not included.
     """
-    found = set()
-    for index, attention, norm in _attentions(model):
-        q, k = (_mean_squares(attention, which, norm) for which in "qk")
+    spread = set()
+    for attention in _attentions(model)[0]:
+        q, k = (attention.mean_squares(which) for which in "qk")
         if q is not None and k is not None and len(q) % len(k) == 0:
             q = q.unflatten(0, (len(k), -1)).mean(1)  # over the query heads of a KV head
             if (q.mean(1) * k.sum(1) > MAX_SPREAD * (q * k).sum(1)).any():
-                found.add(index)
-    return found
+                spread.add(attention.index)
+    return spread
 
 
-def _attentions(model: PreTrainedModel) -> Iterator[Read]:
-    """The decoder's attention modules."""
+def _bias_values(attentions: list[Attention]) -> torch.Tensor | None:
+    """All biases that `layer_biases` reads, one after another, float32 on one device. None: some modules must be run to
+    be read.
+    """
+    modules = [
+        module
+        for attention in attentions
+        for module in (attention.linear("k"), attention.linear("v"), attention.norm)
+        if module is not None
+    ]
+    if not all(map(_is_plain, modules)) or not all(
+        type(module) in (nn.Linear, Conv1D) or not [*module.children()] for module in modules
+    ):
+        return None
+    biases = [bias for module in modules if isinstance(bias := getattr(module, "bias", None), torch.Tensor)]
+    return torch.cat([bias.float().to(biases[0].device) for bias in biases]) if biases else torch.empty(0)
+
+
+def _read_biases(
+    model: PreTrainedModel,
+    attentions: list[Attention],
+    unknown: set[int],
+    context: int,
+    k_means: Mapping[int, torch.Tensor],
+) -> dict[int, LayerBiases]:
+    """`layer_biases`, from the weights."""
+    rotary, layers = None, {}
+    for attention in attentions:
+        layer = LayerBiases()
+        if attention.is_biased("k"):
+            projection = attention.projection("k")
+            rotary = rotary or (_rotary(model) if projection is not None else None)
+            k_mean = k_means.get(attention.index)
+            rotated = None if projection is None else _rotated(*projection, attention.module, rotary, context, k_mean)
+            layer = rotated or LayerBiases(unread=True)
+        if attention.is_biased("v"):
+            projection = attention.projection("v")
+            v_mean = None if projection is None else _several(*projection)
+            layer = replace(layer, v_mean=v_mean, unread=layer.unread or projection is None)
+        if layer.v_mean is not None or layer.k_mean is not None or layer.k_offset or layer.unread:
+            layers[attention.index] = layer
+    return layers | {index: LayerBiases(unread=True) for index in unknown}
+
+
+def _attentions(model: PreTrainedModel) -> tuple[list[Attention], set[int]]:
+    """The decoder's attention modules of a known form, and the layers with one of another form that has biases."""
+    attentions, unknown = [], set()
     for name, module in decoder_modules(model):
-        if not isinstance(
-            vars(module).get("layer_idx"), int
-        ):  # as an attribute, it would take a microsecond of each module without it
+        # As an attribute, it would take a microsecond of each module without it.
+        index = vars(module).get("layer_idx")
+        if not isinstance(index, int):
             continue
         if (hasattr(module, "k_proj") and hasattr(module, "v_proj")) or _fused(module):
-            attention: Attention = module
             layer = model.get_submodule(name.rpartition(".")[0])
-            yield (
-                attention.layer_idx,
-                attention,
-                getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None),
-            )
+            norm = getattr(layer, "input_layernorm", None) or getattr(layer, "ln_1", None)
+            attentions.append(Attention(index, module, norm))
+        elif getattr(module, "is_causal", False) is True and _has_bias(module):
+            unknown.add(index)
+    return attentions, unknown - {attention.index for attention in attentions}
 
 
-def _unknown(model: PreTrainedModel) -> set[int]:
-    """The layers with an attention module of another form that has biases."""
-    modules: list[tuple[str, Attention]] = list(decoder_modules(model))
-    return {
-        module.layer_idx
-        for _, module in modules
-        if isinstance(vars(module).get("layer_idx"), int)
-        and getattr(module, "is_causal", False) is True
-        and _has_bias(module)
-    }
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """An attention module, whose projections of Q, K and V (`which`: `"q"`, `"k"`, `"v"`) are separate or fused.
+
+    Attributes:
+        index: of its layer.
+        module: transformers has a class for each model, and none for all.
+        norm: the norm before it; None: not known.
+    """
+
+    index: int
+    module: Any
+    norm: nn.Module | None
+
+    @property
+    def head_dim(self) -> int | None:
+        return getattr(self.module, "head_dim", None) or getattr(self.module, "head_size", None)
+
+    def linear(self, which: str) -> nn.Module:
+        """The module that projects Q, K or V, alone or with the others."""
+        return getattr(self.module, _fused(self.module) or f"{which}_proj")
+
+    def norm_after(self, which: str) -> Any:
+        """The norm between the projection of Q, K or V and RoPE, if there is one."""
+        return getattr(self.module, f"{which}_norm", None) or getattr(self.module, f"{which}_layernorm", None)
+
+    def is_biased(self, which: str) -> bool:
+        """Whether something is added to every K or V. A norm after the projection would change what a bias adds."""
+        return self.norm_after(which) is None and (
+            _has_bias(self.linear(which)) or getattr(self.norm, "bias", None) is not None
+        )
+
+    def projection(self, which: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The projection of Q, K or V as a function of the norm's output before its weight and bias.
+
+        Returns:
+            What is added to each channel, and its deviation, which is the norm of its row of weights, `[heads,
+            head_dim]` float32 each. None: the form is unknown, or the weights are not loaded.
+        """
+        linear, norm = self.linear(which), self.norm
+        if self.head_dim is None:
+            return None
+        if type(linear) in (nn.Linear, Conv1D) and _is_plain(linear) and (norm is None or _is_plain(norm)):
+            channels = _read(linear, norm)
+        elif _is_function_of_inputs(linear) and _is_loaded(linear) and (norm is None or _is_loaded(norm)):
+            channels = _run(linear, norm, getattr(linear, "in_features", None) or self.module.config.hidden_size)
+        else:
+            return None
+        added, deviation = (self._heads(x, which) for x in channels)
+        return added, deviation
+
+    def _heads(self, x: torch.Tensor, which: str) -> torch.Tensor:
+        """The channels of Q, K or V among those of a projection, `[heads, head_dim]`."""
+        fused, number, head_dim = _fused(self.module), "qkv".index(which), self.head_dim or 0
+        if fused in BY_HEAD:
+            return x.unflatten(0, (-1, 3, head_dim))[:, number]
+        if fused:
+            width = heads_of(self.module.config)[1] * head_dim
+            x = x.split([len(x) - 2 * width, width, width])[number]
+        return x.unflatten(0, (-1, head_dim))
+
+    def mean_squares(self, which: str) -> torch.Tensor | None:
+        """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they
+        cannot be read.
+        """
+        projection, last = self.projection(which), self.norm_after(which)
+        if projection is None:
+            return None
+        _, deviation = projection
+        if last is None:
+            return deviation.square()
+        # Its weight determines how large channels are.
+        gain = getattr(last, "weight", None)
+        if gain is None or gain.shape != deviation.shape[1:] or not _is_plain(last):
+            return None
+        return _gain(last).square().expand_as(deviation)
+
+
+def _fused(module: nn.Module) -> str | None:
+    """The name of the module that projects Q, K and V together, if there is one of a known form."""
+    if hasattr(module, "k_proj"):
+        return None
+    if hasattr(module, "qkv_proj"):
+        return "qkv_proj"
+    return None if getattr(module, "is_cross_attention", False) else FUSED.get(type(module).__name__)
 
 
 def _has_bias(module: nn.Module) -> bool:
@@ -224,67 +301,6 @@ def _rotary(model: PreTrainedModel) -> nn.Module | None:
     return model.get_submodule(next(iter(angles)))
 
 
-def _fused(attention: Attention) -> str | None:
-    """The name of the module that projects Q, K and V together, if there is one of a known form."""
-    if hasattr(attention, "qkv_proj"):
-        return "qkv_proj"
-    return None if getattr(attention, "is_cross_attention", False) else FUSED.get(type(attention).__name__)
-
-
-def _linear(attention: Attention, which: str) -> nn.Module:
-    """The module that projects Q, K or V (`which`), alone or with the others."""
-    return getattr(attention, f"{which}_proj" if hasattr(attention, "k_proj") else _fused(attention) or "")
-
-
-def _head_dim(attention: Attention) -> int | None:
-    return getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-
-
-def _is_biased(attention: Attention, which: str, norm: nn.Module | None) -> bool:
-    """Whether something is added to every K or V. A norm after the projection would change what a bias adds."""
-    return _norm_after(attention, which) is None and (
-        _has_bias(_linear(attention, which)) or getattr(norm, "bias", None) is not None
-    )
-
-
-def _projection(
-    attention: Attention, which: str, norm: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The projection of Q, K or V as a function of the norm's output before its weight and bias.
-
-    Args:
-        which: `"q"`, `"k"` or `"v"`.
-        norm: the norm before the projection; None: not known.
-    Returns:
-        The deviation of each channel, which is the norm of its row of weights, and what is added to it,
-        `[heads * head_dim]` float32 each;
-        the latter None without any bias. None: the form is unknown, or the weights are not loaded.
-    """
-    linear, head_dim = _linear(attention, which), _head_dim(attention)
-    if head_dim is None:
-        return None
-    if type(linear) in (nn.Linear, Conv1D) and _is_plain(linear) and (norm is None or _is_plain(norm)):
-        found = _read(linear, norm)
-    elif _is_function_of_inputs(linear) and _is_loaded(linear) and (norm is None or _is_loaded(norm)):
-        found = _run(linear, norm, getattr(linear, "in_features", None) or attention.config.hidden_size)
-    else:
-        return None
-    if hasattr(attention, "k_proj"):
-        return found
-    if _fused(attention) in BY_HEAD:
-
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(0, (-1, 3, head_dim))[:, "qkv".index(which)].flatten()
-    else:
-        kv = heads_of(attention.config)[1] * head_dim
-        sizes = [len(found[0]) - 2 * kv, kv, kv]
-
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return x.split(sizes)["qkv".index(which)]
-
-    return part(found[0]), None if found[1] is None else part(found[1])
-
-
 def _is_plain(module: nn.Module) -> bool:
     """Whether the parameters are what the module computes with."""
     return all(type(x) is nn.Parameter and x.dtype in PLAIN and not x.is_meta for x in module.parameters())
@@ -292,8 +308,8 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _is_function_of_inputs(module: nn.Module) -> bool:
     """Whether it takes inputs alone. Zaya's projection also takes the cache."""
-    given = inspect.signature(module.forward).parameters.values()
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in given) == 1
+    parameters = inspect.signature(module.forward).parameters.values()
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) == 1
 
 
 def _is_loaded(module: nn.Module) -> bool:
@@ -307,68 +323,31 @@ def _is_loaded(module: nn.Module) -> bool:
     )
 
 
-def _read(linear: nn.Linear | Conv1D, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`_projection` from the weights."""
-    weight, added = linear.weight.float(), None if linear.bias is None else linear.bias.float()
-    weight = weight.T if isinstance(linear, Conv1D) else weight
+def _read(linear: nn.Linear | Conv1D, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is added to each channel of a projection, and its deviation, from the weights."""
+    weight = linear.weight.T.float() if isinstance(linear, Conv1D) else linear.weight.float()
+    added = torch.zeros_like(weight[:, 0]) if linear.bias is None else linear.bias.float()
     gain = getattr(norm, "weight", None)
     if norm is not None and gain is not None and gain.shape == weight.shape[1:]:
-        shift = getattr(norm, "bias", None)
-        if shift is not None:
-            added = weight @ shift.float() + (0.0 if added is None else added)
+        if (shift := getattr(norm, "bias", None)) is not None:
+            added = weight @ shift.float() + added
         weight = weight * _gain(norm)
-    return weight.norm(dim=1), added
+    return added, weight.norm(dim=1)
 
 
 def _run(linear: nn.Module, norm: nn.Module | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_projection` by running the modules: on inputs that are normal with the norm's gain, and on what the norm alone
-    adds.
-    """
+    """`_read` by running the modules: on what the norm alone adds, and on normal inputs with the norm's gain."""
     tensors = [x for module in (norm, linear) if module is not None for x in (*module.parameters(), *module.buffers())]
     dtype = next((x.dtype for x in tensors if x.dtype in PLAIN), torch.float32)
-    device = next(
-        (x.device for x in tensors if not x.is_meta), torch.device("cpu")
-    )  # accelerate's hook moves inputs itself
+    # accelerate's hook moves inputs itself.
+    device = next((x.device for x in tensors if not x.is_meta), torch.device("cpu"))
     ones = torch.ones(size, dtype=dtype, device=device)
     ones[::2] = -1.0  # an RMSNorm or a LayerNorm returns its weight times this, plus its bias
     up, down = (x if norm is None else norm(x[None, None])[0, 0] for x in (ones, -ones))
     gain, shift = (up - down) / 2 * ones.to(up.device), (up + down) / 2
     normal = torch.randn(SAMPLES, size, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(gain)
     out = linear(torch.cat([shift[None], normal * gain + shift])[None])[0].float()
-    return (out[1:] - out[0]).square().mean(0).sqrt(), out[0]
-
-
-def _norm_after(attention: Attention, which: str) -> nn.Module | None:
-    """The norm between the projection of Q, K or V and RoPE, if there is one."""
-    return getattr(attention, f"{which}_norm", None) or getattr(attention, f"{which}_layernorm", None)
-
-
-def _mean_squares(attention: Attention, which: str, norm: nn.Module | None) -> torch.Tensor | None:
-    """The mean squares of the channels of Q or K up to a common factor, `[heads, head_dim]` float32; None: they cannot
-    be read.
-    """
-    projection, last = _projection(attention, which, norm), _norm_after(attention, which)
-    if projection is None:
-        return None
-    deviation, head_dim = projection[0], _head_dim(attention)
-    assert head_dim is not None
-    if last is not None:  # its weight determines how large channels are
-        gain = getattr(last, "weight", None)
-        if gain is None or gain.shape != (head_dim,) or not _is_plain(last):
-            return None
-        return _gain(last).square().expand(len(deviation) // head_dim, -1)
-    return deviation.square().unflatten(0, (-1, head_dim))
-
-
-def _offset(attention: Attention, which: str, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What is added to every K or V, and the deviation, `[num_kv_heads, head_dim]` float32 each; None: it cannot be
-    read.
-    """
-    projection = _projection(attention, which, norm)
-    if projection is None or projection[1] is None:
-        return None
-    deviation, added = (x.unflatten(0, (-1, _head_dim(attention))) for x in projection if x is not None)
-    return added, deviation
+    return out[0], (out[1:] - out[0]).square().mean(0).sqrt()
 
 
 def _gain(norm: nn.Module) -> torch.Tensor:
@@ -383,31 +362,24 @@ def _several(mean: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor | None
     return mean if mean.any() else None
 
 
-class _Rotated(NamedTuple):
-    """K's mean after RoPE, and what remains without it, as `LayerBiases` has them."""
-
-    mean: torch.Tensor | None
-    offset: float
-    step: float
-
-
-_NOTHING = _Rotated(None, 0.0, 1.0)
-
-
 def _rotated(
-    offset: torch.Tensor, deviation: torch.Tensor, attention: Attention, rotary: nn.Module | None, context: int,
-    given: torch.Tensor | None = None,
-) -> _Rotated | None:  # fmt: skip
-    """What RoPE makes of K's bias. None: RoPE has an unknown form. `given`: the mean to subtract; None:
-    the bias's own.
+    offset: torch.Tensor,
+    deviation: torch.Tensor,
+    attention: Any,
+    rotary: nn.Module | None,
+    context: int,
+    calibrated: torch.Tensor | None,
+) -> LayerBiases | None:
+    """What RoPE makes of K's bias. None: RoPE has an unknown form. `calibrated`: the mean to subtract; None: the bias's
+    own.
     """
-    given = (
-        None if given is None or given.shape != offset.shape else given.to(offset)
-    )  # a process may have a share of the heads
+    # A process may have a share of the heads.
+    calibrated = None if calibrated is None or calibrated.shape != offset.shape else calibrated.to(offset)
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if (rotary is None and apply is None) or not getattr(attention, "use_rope", True):  # learned positions, or none
-        fixed = _several(offset, deviation) if given is None else given
-        return _Rotated(fixed, 0.0, _step((offset if fixed is None else offset - fixed)[:, None], deviation))
+        mean = _several(offset, deviation) if calibrated is None else calibrated
+        left = (offset if mean is None else offset - mean)[:, None]
+        return LayerBiases(k_mean=mean, k_step=_step(left, deviation))
     if rotary is None or apply is None or list(inspect.signature(apply).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return None
     # Random positions: at regular ones, a pair that makes a full rotation from one to the next would seem not to
@@ -421,9 +393,8 @@ def _rotated(
     # The position of a token of an image has three parts, which older transformers want for each token.
     positions = positions.expand(3, 1, -1) if hasattr(rotary, "mrope_section") else positions[None]
     cos, sin = (x.to(offset) for x in rotary(offset, positions, **layer_type))  # its module may be on another device
-    width = getattr(
-        attention, "rotary_ndims", offset.shape[1]
-    )  # Phi and StableLM give RoPE only the channels that it rotates
+    # Phi and StableLM give RoPE only the channels that it rotates.
+    width = getattr(attention, "rotary_ndims", offset.shape[1])
 
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[1], x[..., width:]], -1)[0]
@@ -436,15 +407,21 @@ def _rotated(
     def length(x: torch.Tensor) -> torch.Tensor:
         return (x.square() @ mixed).sqrt()
 
-    mean = x.mean(1)
-    # If some position is farther from the mean than from zero, the mean would make the scale of that position's page
-    # larger.
-    harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
     of_pair = length(deviation) / mixed.sum(0).sqrt()
-    mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0) if given is None else given
+    mean = calibrated
+    if mean is None:
+        mean = x.mean(1)
+        # If some position is farther from the mean than from zero, the mean would make the scale of that position's
+        # page larger.
+        harmless = length(x - mean[:, None]).amax(1) <= length(x).amax(1)
+        mean = torch.where(harmless & (length(mean) >= SEVERAL * of_pair), mean, 0.0)
     left = x - mean[:, None]
     in_deviations = length(left).square().mean(1).sqrt() / of_pair
-    return _Rotated(mean if mean.any() else None, float(in_deviations.nan_to_num(0.0).amax()), _step(left, deviation))
+    return LayerBiases(
+        k_mean=mean if mean.any() else None,
+        k_offset=float(in_deviations.nan_to_num(0.0).amax()),
+        k_step=_step(left, deviation),
+    )
 
 
 def _step(left: torch.Tensor, deviation: torch.Tensor) -> float:

@@ -173,9 +173,12 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     heads = {(number, kind): heads_of(layer, kind) for (number, kind), layer in unlike.items()}
     specs = [
         LayerSpec(
-            kind, *heads[id(layer), kind], given["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None, given
+            kind,
+            *heads[id(layer), kind],
+            keywords["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None,
+            keywords,
         )
-        for kind, given, layer in zip(kinds, options, configs, strict=True)
+        for kind, keywords, layer in zip(kinds, options, configs, strict=True)
     ]
     if not any(spec.in_pages for spec in specs):
         raise UsageError(
@@ -198,24 +201,6 @@ def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
     return heads, kv_heads or heads, head_dim or config.hidden_size // heads
-
-
-def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of a model's full-attention layers; if it has none, of those with a
-    sliding window.
-
-    Raises:
-        UsageError: as `layers_of`; or these layers have different shapes.
-    """
-    layers = layers_of(config)
-    full = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
-    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in full}
-    if len(shapes) > 1:
-        kind = full[0].kind.replace("_", "-")
-        raise UsageError(
-            f"the {kind} layers of {config.model_type!r} have different (num_kv_heads, head_dim): {sorted(shapes)}"
-        )
-    return full[0].num_q_heads, full[0].num_kv_heads, full[0].head_dim
 
 
 def has_softcap(config: PreTrainedConfig) -> bool:

@@ -38,13 +38,14 @@ def check_layers(model: PreTrainedModel) -> None:
     numbers = {
         vars(module).get("layer_idx") for each, module in modules.items() if not {"mtp", "nextn"} & {*each.split(".")}
     }
-    found = {i for i in numbers if isinstance(i, int) and i >= 0}
+    layers = {i for i in numbers if isinstance(i, int) and i >= 0}
     needed = {i for i, kind in enumerate(kinds) if kind not in EMPTY_LAYER_TYPES}
-    if hasattr(config, "num_layers_per_stack") or not found:  # layers that run in loops have several numbers in a cache
+    # Layers that run in loops have several numbers in a cache.
+    if hasattr(config, "num_layers_per_stack") or not layers:
         return
-    if not needed <= found or max(found) >= max(len(kinds), config.num_hidden_layers):
+    if not needed <= layers or max(layers) >= max(len(kinds), config.num_hidden_layers):
         raise UsageError(
-            f"{name} has the layers {ranges(found)}, and its config has {len(kinds)}: layers were removed or added. "
+            f"{name} has the layers {ranges(layers)}, and its config has {len(kinds)}: layers were removed or added. "
             f"Set the config's num_hidden_layers (and layer_types) to those of the model, and layer_idx of their "
             f"attention to 0, 1, 2, ..."
         )
