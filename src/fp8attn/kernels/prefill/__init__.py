@@ -5,9 +5,9 @@
     core's short out = acc * v_scale / L + v_mean * l / L                         accumulator sums at most 128 products
 
 Host: `cut` (how a problem is divided), `plan` (a launch's numbers), `prefill_attention`. Device, from the outside in:
-`kernel`, `producer` (with `schedule`), `multiply`, `queries`, `tiles` and `tiles_wide` (with `softmax`), `epilogue`.
+`kernel`, `producer` (with `schedule`), `multiply`, `queries`, `tiles` (with `softmax`), `epilogue`.
 All of them use `registers` (sizes and layouts), `plan.PrefillOptions`, and the aggregates `items.Items`, `items.Means`,
-`ring.PrefillRing`, `queries.PrefillQueries` and `epilogue.PrefillOutput`.
+`ring.PrefillRing`, `queries.PrefillQueries`, `queries.Rows` and `epilogue.PrefillOutput`.
 """
 
 from __future__ import annotations

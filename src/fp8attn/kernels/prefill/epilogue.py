@@ -75,9 +75,8 @@ class PrefillOutput:
 
 
 @gluon.jit
-def write_channels(PARTITION: gl.constexpr, output, batch, token, head, count, v_mean, acc, inverse, share, unseen,
-blind,
-                   first: gl.constexpr, options: gl.constexpr):  # fmt: skip
+def write_channels(rows, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind,
+                   first: gl.constexpr):  # fmt: skip
     """Store channels of the output, from `first` on: `acc * inverse + v_mean * share`, and zero in rows that saw no
     key.
 
@@ -86,6 +85,7 @@ blind,
         share: None: 1.
         unseen, blind: rows that saw no key, and whether there are any (None: not known).
     """
+    options: gl.constexpr = rows.OPTIONS
     if first < options.head_dim:
         OUT: gl.constexpr = acc.type.layout
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
@@ -104,14 +104,15 @@ blind,
             y = gl.where(unseen, 0.0, pin(y))
         if output.desc is not None:
             if count > 0:  # TMA cannot store a block whose rows are all before the first
-                output.send(PARTITION, batch, token, head, count, y)
+                output.send(rows.PARTITION, batch, token, head, count, y)
         else:
             output.store(batch, token, head, count, y, first, options)
 
 
 @gluon.jit
-def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.constexpr):
+def store_item(rows, means, output, acc, m, sums, blind):
     """Write the output and the LSE of a partition's rows. `acc`, `m` and `sums` are the results of `tiles`."""
+    options: gl.constexpr = rows.OPTIONS
     items = rows.items
     slot = rows.slot
     ROW: gl.constexpr = m.type.layout
@@ -125,7 +126,7 @@ def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.co
     if options.softcap:
         mean_score = mean_score * 0.0  # K's mean is already in the scores
     elif means.USES_K:
-        mean_score = queries.mean_score.index(rows.PARTITION).load(ROW)
+        mean_score = rows.queries.mean_score.index(rows.PARTITION).load(ROW)
     if output.sinks is not None:
         sink = gl.load(output.sinks + head).to(gl.float32) * LOG2E - mean_score
         top_m = gl.maximum(m, sink)
@@ -155,22 +156,7 @@ def store_item(rows, queries, means, output, acc, m, sums, blind, options: gl.co
         N: gl.constexpr = options.width // 4
         for i in gl.static_range(len(acc)):
             write_channels(
-                rows.PARTITION,
-                output,
-                batch,
-                token,
-                head,
-                count,
-                v_mean,
-                acc[i],
-                inverse,
-                share,
-                unseen,
-                blind,
-                i * N,
-                options,
+                rows, output, batch, token, head, count, v_mean, acc[i], inverse, share, unseen, blind, i * N
             )
     else:
-        write_channels(
-            rows.PARTITION, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0, options
-        )
+        write_channels(rows, output, batch, token, head, count, v_mean, acc, inverse, share, unseen, blind, 0)

@@ -7,7 +7,6 @@ in two slots.
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
-from .registers import FEW
 from .ring import number
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
@@ -39,34 +38,6 @@ class Items:
         zero or less.
         """
         return gl.where(self.get(slot, FIRST) > first, 0, self.get(slot, COUNT) - first)
-
-
-@aggregate
-class Rows:
-    """A partition's rows of an item: the inputs of its scores and masks."""
-
-    PARTITION: gl.constexpr  # the partition's index
-    first: gl.constexpr  # the index of its first row in the item
-    items: Items
-    slot: gl.tensor
-    causal: gl.tensor
-    window: gl.tensor
-    q: gl.shared_memory_descriptor  # [rows, width], 8 bits
-    factor: gl.tensor  # [rows], of scores, but for K's scale
-    mean_score: gl.tensor  # [rows], the score against K's mean
-    cap: gl.tensor
-
-    @gluon.jit
-    def last_key(self, LAYOUT: gl.constexpr):
-        """The last key that each row sees."""
-        row = gl.arange(0, self.q.shape[0], LAYOUT) + (self.first + ((1 - self.causal) << 30))
-        return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)
-
-    @gluon.jit
-    def rest_of_few(self, rest):
-        """8 bits `[rows, N]`, with zeros in rows that do not see few keys."""
-        few = self.last_key(gl.SliceLayout(1, rest.type.layout)) < FEW
-        return gl.where(few[:, None], rest.to(gl.int8, bitcast=True), 0).to(rest.dtype, bitcast=True)
 
 
 @aggregate

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from ..gluon import gl, gluon, mbarrier, send_wait
 from .epilogue import store_item
-from .items import LAST, LEFT, LENGTH, POSITION, TILES, Rows
-from .queries import keep_rest, load_queries
+from .items import LAST, LEFT, LENGTH, POSITION, TILES
+from .queries import Rows, keep_rest, load_queries
 from .registers import FEW
 from .ring import Place
-from .tiles import attend_in_turn, attend_overlapped, attend_twice
-from .tiles_wide import attend_wide
+from .tiles import attend_in_turn, attend_overlapped
 
 # Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do
 # not average out. The numbers are for prompts, whose other rows see more keys, and for queries that all see the same
@@ -47,7 +46,9 @@ def multiply(
             # The first row sees fewest. ptxas: d128-q8-long. Read again from shared memory at the end, it would spill
             # in the loop.
             blind = all_last < 0
-        if options.batch_invariant:  # noqa: SIM108 - at compile time
+        if options.exact:
+            few: gl.constexpr = True
+        elif options.batch_invariant:
             few = all_last < FEW
         else:
             few = all_last < gl.where(causal > 0, FEW, FEW_IN_ALL)
@@ -60,15 +61,12 @@ def multiply(
         factor, mean_score = load_queries(q, raw, queries.signs, k_mean, scale, options, queries.Q16)
         rows = Rows(
             PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q,
-            factor=factor,
-            mean_score=mean_score, cap=cap)  # fmt: skip
+            factor=factor, mean_score=mean_score, cap=cap, queries=queries, OPTIONS=options,
+        )  # fmt: skip
         if means.USES_K and not options.softcap:
             # Loaded again at the end, because there are no registers for it until then.
             queries.mean_score.index(PARTITION).store(mean_score)
-
-        place = attend(
-            rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place, options
-        )
+        place = attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place)
         item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
@@ -77,14 +75,13 @@ def multiply(
 
 
 @gluon.jit
-def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place,
-           options: gl.constexpr):  # fmt: skip
+def attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place):
     """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
     `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that
     are queries.
     """
-    PARTITION: gl.constexpr = rows.PARTITION
+    options: gl.constexpr = rows.OPTIONS
     TILE: gl.constexpr = options.tile
     whole = gl.maximum(all_last + 1, 0) // TILE  # tiles before this one end where every row still sees
     top = gl.maximum(gl.minimum(gl.maximum(any_last, 0) // TILE, last), bottom)
@@ -101,42 +98,28 @@ def attend(rows, ring, queries, means, output, raw, last, bottom, all_last, any_
     # Tiles that only other partitions' rows see.
     for _ in range(last - top):
         ring.wait_k(place)
-        ring.wait_v(
-            place
-        )  # before the barrier of K's release: no product joins the warps, and a late one would miss two phases
+        # Before the barrier of K's release: no product joins the warps, and a late one would miss two phases.
+        ring.wait_v(place)
         ring.release_k(place)
         ring.release_v(place)
         place = ring.next(place)
-    if options.exact:  # noqa: SIM114 - the other condition is a tensor
-        acc, m, sums, place = twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options)
-    elif few:
-        acc, m, sums, place = twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options)
+    queries = rows.queries
+    if few:
+        if queries.REST:
+            keep_rest(rows, raw)
+        else:
+            # The next item's FP8 rows have separate memory, 16-bit ones are rounded.
+            queries.release(rows.PARTITION)
+        acc, m, sums, place = attend_in_turn(rows, ring, top, n_hi, n_free, n_lo, place, True)
+        if queries.REST:
+            queries.release(rows.PARTITION)
     else:
         if options.partitions > 1 and queries.Q16:
-            queries.factor.index(PARTITION).store(rows.factor)
-        queries.release(PARTITION)
-        if options.width == 256:
-            acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, False)
-        elif options.partitions > 1:
-            acc, m, sums, place = attend_in_turn(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
+            queries.factor.index(rows.PARTITION).store(rows.factor)
+        queries.release(rows.PARTITION)
+        if options.width == 256 or options.partitions > 1:
+            acc, m, sums, place = attend_in_turn(rows, ring, top, n_hi, n_free, n_lo, place, False)
         else:
-            acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place, options)
-    store_item(rows, queries, means, output, acc, m, sums, blind, options)
+            acc, m, sums, place = attend_overlapped(rows, ring, top, n_hi, n_free, n_lo, place)
+    store_item(rows, means, output, acc, m, sums, blind)
     return place
-
-
-@gluon.jit
-def twice(rows, ring, queries, raw, top, n_hi, n_free, n_lo, place, options: gl.constexpr):
-    """The loop over tiles that multiplies P and Q twice, and the memory of the queries' rounding errors."""
-    PARTITION: gl.constexpr = rows.PARTITION
-    if queries.REST:
-        keep_rest(queries.rest.index(2 * PARTITION), raw, queries.signs, rows, options)
-    else:
-        queries.release(PARTITION)  # the next item's FP8 rows have separate memory, 16-bit ones are rounded
-    if options.width == 256:
-        acc, m, sums, place = attend_wide(rows, ring, queries, top, n_hi, n_free, n_lo, place, options, True)
-    else:
-        acc, m, sums, place = attend_twice(rows, ring, queries, top, n_hi, n_free, n_lo, place, options)
-    if queries.REST:
-        queries.release(PARTITION)
-    return acc, m, sums, place

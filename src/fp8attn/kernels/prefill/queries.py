@@ -11,8 +11,8 @@ from ..common import v_position
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, to_fp8
 from ..rotation import block_size
-from .items import channels_of_mean
-from .registers import join, scores_layout
+from .items import LENGTH, POSITION, Items, channels_of_mean
+from .registers import FEW, join, scores_layout
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
@@ -61,6 +61,36 @@ class PrefillQueries:
         """Let the producer request the partition's rows of the next item."""
         sync()
         arrive(self.empty.index(PARTITION))
+
+
+@aggregate
+class Rows:
+    """A partition's rows of an item: the inputs of its scores and masks."""
+
+    PARTITION: gl.constexpr  # the partition's index
+    first: gl.constexpr  # the index of its first row in the item
+    items: Items
+    slot: gl.tensor
+    causal: gl.tensor
+    window: gl.tensor
+    q: gl.shared_memory_descriptor  # [rows, width], 8 bits
+    factor: gl.tensor  # [rows], of scores, but for K's scale
+    mean_score: gl.tensor  # [rows], the score against K's mean
+    cap: gl.tensor
+    queries: PrefillQueries
+    OPTIONS: gl.constexpr  # `PrefillOptions`
+
+    @gluon.jit
+    def last_key(self, LAYOUT: gl.constexpr):
+        """The last key that each row sees."""
+        row = gl.arange(0, self.q.shape[0], LAYOUT) + (self.first + ((1 - self.causal) << 30))
+        return gl.minimum(self.items.get(self.slot, POSITION) + row, self.items.get(self.slot, LENGTH) - 1)
+
+    @gluon.jit
+    def rest_of_few(self, rest):
+        """8 bits `[rows, N]`, with zeros in rows that do not see few keys."""
+        few = self.last_key(gl.SliceLayout(1, rest.type.layout)) < FEW
+        return gl.where(few[:, None], rest.to(gl.int8, bitcast=True), 0).to(rest.dtype, bitcast=True)
 
 
 # The rotation of keys and queries
@@ -219,12 +249,14 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
 
 
 @gluon.jit
-def keep_rest(rest, raw, signs, rows, options: gl.constexpr):
+def keep_rest(rows, raw):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
-    blocks = load_rows(raw, signs, options)
+    options: gl.constexpr = rows.OPTIONS
+    rest = rows.queries.rest.index(2 * rows.PARTITION)
+    blocks = load_rows(raw, rows.queries.signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this partition's rows are read
     eight = ()

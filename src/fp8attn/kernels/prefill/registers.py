@@ -47,14 +47,6 @@ def join(tiles):
 
 
 @gluon.jit
-def whole(a, b, LAYOUT: gl.constexpr):
-    """Two halves of the channels as one tile."""
-    return gl.convert_layout(
-        gl.join(a, b).permute([0, 2, 1]).reshape([a.shape[0], 2 * a.shape[1]]), LAYOUT, assert_trivial=True
-    )
-
-
-@gluon.jit
 def as_operand(p, P: gl.constexpr):
     """Weights as the left operand of P V. V's tokens are in `page_layout.V_ORDER`, so a thread already has its part."""
     p = p.reshape([p.shape[0], p.shape[1] // 16, 2, 4, 2]).permute(0, 1, 3, 2, 4).reshape([p.shape[0], p.shape[1]])
