@@ -61,13 +61,13 @@ def pretend(machine: Sequence[Any]) -> None:
 
     import fp8attn
     from fp8attn import backends
-    from fp8attn.cache import sequences
+    from fp8attn.cache import paged
     from fp8attn.kernels.machine import Machine, plan_for
 
     from . import problem
 
     problem.DEVICE = "meta"  # before a benchmark is imported
-    sequences._device = torch.device  # a cache refuses "meta"
+    paged._device = torch.device  # a cache refuses "meta"
     planned = Machine(*machine)
     plan_for(planned)
     answers: list[tuple[Callable, Callable]] = [

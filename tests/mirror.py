@@ -29,7 +29,7 @@ ROWS = {
     "fp8attn/cache/": ("cache/test_paged.py", "cache/test_layers.py", "cache/test_machine.py", "cache/test_fuzz.py"),
     "fp8attn/cache/ahead.py": ("precompile/test_first.py",),
     "fp8attn/cache/page_table.py": ("cache/test_page_table.py", "cache/test_paged.py", "cache/test_tails.py"),
-    "fp8attn/cache/sequences.py": (
+    "fp8attn/cache/paged.py": (
         "cache/test_paged.py",
         "cache/test_layers.py",
         "cache/test_machine.py",

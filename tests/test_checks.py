@@ -124,7 +124,7 @@ def test_options_of_caches(options, message):
 def test_memory_is_allocated_before_lists_of_its_pages(monkeypatch):
     """A pool that does not fit fails in torch, before the host has a list of a billion numbers."""
     made = []
-    monkeypatch.setattr("fp8attn.cache.sequences.PageTable", lambda *args: made.append(args))
+    monkeypatch.setattr("fp8attn.cache.paged.PageTable", lambda *args: made.append(args))
     with pytest.raises(RuntimeError, match="allocate"):
         PagedKVCache(8, 64, num_pages=2 * 10**9)
     assert not made

@@ -21,16 +21,16 @@ def at_hand(x: torch.Tensor, backend: BackendName) -> bool:
     return x.is_cpu or (backend == "reference" and not x.is_meta)
 
 
-def check_appended(pages: KVPages, tokens: int, how: Append) -> None:
+def check_appended(pages: KVPages, tokens: int, options: Append) -> None:
     """Check what `append` reads on the device.
 
     Raises:
         ValueError: tokens would be lost, written to other sequences' pages, or outside of the pool. Nothing was
             changed.
     """
-    new = _counts(pages, tokens, how.cu_seqlens, how.max_seqlen, "cu_seqlens", "max_seqlen")
+    new = _counts(pages, tokens, options.cu_seqlens, options.max_seqlen, "cu_seqlens", "max_seqlen")
     before = _lengths(pages)
-    if not how.advance:  # the lengths count the new tokens already; a sequence with fewer is padding
+    if not options.advance:  # the lengths count the new tokens already; a sequence with fewer is padding
         new = [n if n <= length else 0 for n, length in zip(new, before, strict=True)]
         before = [length - n for n, length in zip(new, before, strict=True)]
     after = [length + n for n, length in zip(new, before, strict=True)]
@@ -64,13 +64,13 @@ def check_attended(pages: KVPages, tokens: int, params: AttentionParams) -> None
     for seq, (n, length) in enumerate(zip(queries, lengths, strict=True)):
         padding = not length and params.cu_seqlens_q is not None
         if params.causal and n > length and not padding:
-            given = (
+            which = (
                 "cu_seqlens_q gives it"
                 if params.cu_seqlens_q is not None
                 else "without cu_seqlens_q every sequence has"
             )
             raise ValueError(
-                f"sequence {seq} holds {length} tokens, and {given} {n} queries, which must be its last tokens: append "
+                f"sequence {seq} holds {length} tokens, and {which} {n} queries, which must be its last tokens: append "
                 f"them first, and give cu_seqlens_q and max_seqlen_q if the sequences have different numbers "
                 f"(PagedKVCache.attention does)"
             )

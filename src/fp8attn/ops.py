@@ -88,10 +88,10 @@ def append(
     if not type(static_scales) is type(advance) is bool:
         check_flags(static_scales=static_scales, advance=advance)
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
-    how = Append(cu_seqlens, max_seqlen, static_scales, advance)
-    if unobserved(k) and at_hand(k, name):
-        check_appended(pages, k.shape[0], how)
-    run_append(name, pages, k, v, how)
+    options = Append(cu_seqlens, max_seqlen, static_scales, advance)
+    if at_hand(k, name) and unobserved(k):
+        check_appended(pages, k.shape[0], options)
+    run_append(name, pages, k, v, options)
 
 
 def attention(
@@ -155,25 +155,34 @@ def attention(
             f"differ: give cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
         )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    params = params_of(
-        q,
-        pages,
-        cu_seqlens_q,
-        max_seqlen_q,
-        causal,
-        softmax_scale,
-        window,
-        softcap,
-        sinks,
-        leftpad_k,
-        return_lse,
-        exact,
-        batch_invariant,
-    )
+    if not type(causal) is type(return_lse) is type(exact) is type(batch_invariant) is bool:
+        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
+    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
+        raise ValueError(
+            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs "
+            f"causal=True; got {window=}, {causal=}"
+        )
+    if softcap is not None:
+        if unobserved(q):
+            check_number(softcap, "softcap", " > 0 (None for no cap)")
+        if softcap <= 0:
+            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if softmax_scale is None:
+        softmax_scale = 1 / math.sqrt(q.shape[2])
+    elif unobserved(q):
+        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
+    if sinks is not None:
+        check_tensor(sinks, "sinks, one logit per query head,", (q.shape[1],), None, q.device)
+    if leftpad_k is not None:
+        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if out is not None:
         _check_out(out, q)
+    params = AttentionParams(
+        cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse,
+        exact, batch_invariant,
+    )  # fmt: skip
     name = resolve(backend, q, pages.format.name)
-    if unobserved(q) and at_hand(q, name):
+    if at_hand(q, name) and unobserved(q):
         check_attended(pages, q.shape[0], params)
     result, lse = run_attention(name, q, pages, params, out)
     return result if lse is None or not return_lse else (result, lse)
@@ -227,12 +236,12 @@ def from_dense(
     return run_from_dense(resolve(backend, k, format.name), k, v, format)
 
 
-def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
+def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
     """`append` with checked arguments and the resolved backend `name`."""
     if unobserved(k):
-        load(name).append(pages, k, v, how)
+        load(name).append(pages, k, v, options)
     else:
-        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *how, name)
+        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *options, name)
 
 
 def run_attention(
@@ -295,6 +304,7 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
             f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
         )
     check_tokens(v, "v", device)
+    check_derivatives(k, v)
     return resolve(backend, k, cache.spec.name)
 
 
@@ -309,6 +319,7 @@ def check_queries(q: torch.Tensor, pages: KVPages) -> None:
             f"head_dim]"
         )
     check_tokens(q, "q", pages.pool.device)
+    check_derivatives(q)
     _, num_q_heads, q_dim = q.shape
     num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
@@ -318,68 +329,9 @@ def check_queries(q: torch.Tensor, pages: KVPages) -> None:
         )
 
 
-def params_of(
-    q: torch.Tensor,
-    pages: KVPages,
-    cu_seqlens_q: torch.Tensor | None,
-    max_seqlen_q: int,
-    causal: bool,
-    softmax_scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    leftpad_k: torch.Tensor | None,
-    return_lse: bool,
-    exact: bool,
-    batch_invariant: bool,
-) -> AttentionParams:
-    """The options of `attention`, checked. `cu_seqlens_q` and `max_seqlen_q` are right already.
-
-    Raises:
-        ValueError: an option does not fit `q` or `pages`; the message says what would.
-    """
-    if not (
-        (causal is True or causal is False)
-        and (exact is False or exact is True)
-        and (batch_invariant is False or batch_invariant is True)
-        and (return_lse is False or return_lse is True)
-    ):
-        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
-    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
-        raise ValueError(
-            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs "
-            f"causal=True; got {window=}, {causal=}"
-        )
-    if softcap is not None:
-        if unobserved(q):
-            check_number(softcap, "softcap", " > 0 (None for no cap)")
-        if softcap <= 0:
-            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if softmax_scale is not None and unobserved(q):
-        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
-    if sinks is not None:
-        check_tensor(sinks, "sinks, one logit per query head,", (q.shape[1],), None, q.device)
-    if leftpad_k is not None:
-        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
-    scale = 1 / math.sqrt(q.shape[2]) if softmax_scale is None else softmax_scale
-    return AttentionParams(
-        cu_seqlens_q,
-        max_seqlen_q,
-        causal,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        sinks,
-        leftpad_k,
-        return_lse,
-        exact,
-        batch_invariant,
-    )
-
-
-def _no_pages(given: object, call: str) -> TypeError:
+def _no_pages(value: object, call: str) -> TypeError:
     return TypeError(
-        f"{call} takes KVPages, and got {type(given).__name__}: for a PagedKVCache pass cache.pages(layer), or call "
+        f"{call} takes KVPages, and got {type(value).__name__}: for a PagedKVCache pass cache.pages(layer), or call "
         f"its own append and attention"
     )
 

@@ -23,10 +23,10 @@ def options_of(
     *, window: object, softcap: object, sinks: object, exact: bool, batch_invariant: bool
 ) -> frozenset[AttentionOption]:
     """The options that attention has, of all their values: those that are neither None nor False."""
-    given: dict[AttentionOption, object] = {
+    values: dict[AttentionOption, object] = {
         "window": window, "softcap": softcap, "sinks": sinks, "exact": exact, "batch_invariant": batch_invariant
     }  # fmt: skip
-    return frozenset(name for name, value in given.items() if value is not None and value is not False)
+    return frozenset(name for name, value in values.items() if value is not None and value is not False)
 
 
 def check_backend(backend: str, names: tuple[str, ...] = BACKENDS) -> None:
@@ -94,8 +94,3 @@ class Append(NamedTuple):
     max_seqlen: int
     static_scales: bool = False
     advance: bool = True
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option changes bytes, so that `from_dense` writes the first tokens of a cache just so."""
-        return self._replace(max_seqlen=0, advance=True) == Append(None, 0)

@@ -170,7 +170,7 @@ class Caches:
             with pytest.raises(OutOfPagesError):
                 cache.append(0, *self.tokens(sum(new)), lengths=new)
             assert cache.table.tables == tables
-        if self.static is None or (self.device == "cuda" and not self.static._static.counted):
+        if self.static is None or (self.device == "cuda" and not self.static.table.counted):
             return  # the GPU would stop the process
         new = [self.random.choice([0, self.most - held]) for held in self.held]
         seq = self.random.randrange(len(new))

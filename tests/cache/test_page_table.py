@@ -163,7 +163,7 @@ def test_a_pool_is_made_smaller_in_all_layers_or_in_none(monkeypatch):
         for layer in range(3):
             cache.append(layer, k, v)
     windowed = caches[1]
-    windowed.table.reserve(list(windowed.lengths), windowed._apply)  # gives pages back
+    windowed.table._assign([0, 0], [], windowed.table._behind())  # gives pages back
     before, taken = host_state(windowed), []
 
     class Full(torch.Tensor):
@@ -173,7 +173,7 @@ def test_a_pool_is_made_smaller_in_all_layers_or_in_none(monkeypatch):
     pool = windowed.layers[2].pool
     windowed.layers[2].pool = pool.as_subclass(Full)
     with pytest.raises(torch.OutOfMemoryError):
-        windowed.table.compact(windowed._take)
+        windowed.table.compact()
     windowed.layers[2].pool = pool
     assert_unchanged(windowed, before)
     assert not taken and windowed.num_pages == 46
@@ -359,7 +359,7 @@ def test_files(tmp_path, length, fixed):
 def test_files_that_do_not_hold_a_window_are_refused(tmp_path):
     caches = pair(num_seqs=1)
     append(caches, inputs(1, 1000), 0, 1000)
-    tensors, layers = storage.pack(caches[1])
+    tensors, layers = caches[1].contents()
     path = tmp_path / "window.safetensors"
     caches[1].save(path)
     with pytest.raises(UsageError, match=r"window=384 gives back pages.*max_seqlen=2000"):
@@ -377,7 +377,7 @@ def test_files_that_do_not_hold_a_window_are_refused(tmp_path):
     storage.write(path, tensors, layers, {"format": "fp8attn.kv_pages.2.window"})
     with pytest.raises(UsageError, match=r"its format is 'fp8attn.kv_pages.2.window'; save it again"):
         PagedKVCache.load(path)
-    full, layers = storage.pack(caches[0])
+    full, layers = caches[0].contents()
     for number in layers:
         full[f"page_table.{number}"][0, 0] = -1
     storage.write(path, full, layers)

@@ -1,18 +1,18 @@
 """PagedKVCache: formats, scales, pages that are shared, and what is refused."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
-from fp8attn import KVScales, OutOfPagesError, PagedKVCache, ops
+from fp8attn import KVScales, OutOfPagesError, PagedKVCache
 from fp8attn._torch_ops import flatten_format
 from fp8attn.formats.codec import CODECS, E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rotation import rotate
-from fp8attn.params import Append
 from fp8attn.scales import LayerScales
 
 HEADS, DIM = 2, 64
@@ -391,41 +391,43 @@ def test_copies_and_pages_are_the_same_bytes():
     assert not torch.equal(theirs[1], cache.pages(0).pool[cache.pages(0).page_table[0, 1].long()])
 
 
-def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(monkeypatch):
-    """No option of `PagedKVCache.append` is ignored where `from_dense` makes the first pages: it is left for tokens
-    without options.
-    """
-    for changed in ({"static_scales": True}, {"cu_seqlens": torch.zeros(2)}):
-        assert not Append(None, 5)._replace(**changed).is_plain
-    assert Append(None, 5, advance=False).is_plain
+@pytest.mark.parametrize("option", ["scales", "lengths"])
+def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(option):
+    """Of a cache with static scales, and of tokens that each sequence has its number of. The bytes are the same."""
+    ones = LayerScales(*[torch.ones(HEADS)] * 2, *[torch.ones(HEADS, DIM)] * 2) if option == "scales" else None
     k, v = torch.randn(2, 300, HEADS, DIM)
-    caches = []
-    for plain in (True, False):
-        monkeypatch.setattr(Append, "is_plain", plain)
-        caches.append(PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2))
+    lengths = [150, 150] if option == "lengths" else None
+    caches = [PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2, num_pages=n, scales=ones) for n in (None, 8)]
+    for cache in caches:
         for layer in range(2):
-            caches[-1].append(layer, k, v)
+            cache.append(layer, k, v, lengths=lengths)
+    assert not caches[0].steps.last.begins
+    for layer, seq in itertools.product(range(2), range(2)):
+        assert all(map(torch.equal, *(cache.read(layer, seq) for cache in caches)))
+
+
+def test_first_tokens_of_from_dense_are_those_of_an_append():
+    k, v = torch.randn(2, 300, HEADS, DIM)
+    caches = [PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2, num_pages=n) for n in (None, 4)]
+    for cache in caches:
+        for layer in range(2):
+            cache.append(layer, k, v)
+    assert caches[0].steps.last.begins and not caches[1].steps.last.begins
     for layer in range(2):
         dense, appended = (cache.pages(layer) for cache in caches)
         assert torch.equal(dense.cache_seqlens, appended.cache_seqlens) and torch.equal(
             dense.page_table, appended.page_table
         )
         for seq in range(2):
-            for got, expected in zip(*(cache.read(layer, seq) for cache in caches), strict=True):
-                assert torch.equal(got, expected)
+            assert all(map(torch.equal, *(cache.read(layer, seq) for cache in caches)))
 
 
-def test_layers_of_a_step_share_their_checked_options(monkeypatch):
-    """The options of attention are checked once in a step, again with other options, and again in the next step."""
-    checks, params_of = [], ops.params_of
-    monkeypatch.setattr(ops, "params_of", lambda *arguments: (checks.append(arguments), params_of(*arguments))[1])
+def test_options_of_attention_are_checked_in_every_layer():
     cache = PagedKVCache(HEADS, DIM, num_layers=4, num_seqs=2)
     k, v = tokens(20)
-    for _ in range(2):
-        for layer in range(4):
-            cache.append(layer, k, v)
-            cache.attention(layer, k, window=5 if layer % 2 else None)
-    assert [arguments[6] for arguments in checks] == [None, 5] * 2
+    for layer in range(4):
+        cache.append(layer, k, v)
+        cache.attention(layer, k, window=5 if layer % 2 else None)
     with pytest.raises(ValueError, match="window must be an integer from 1 to"):
         cache.attention(0, k, window=0)
     with pytest.raises(

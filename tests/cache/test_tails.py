@@ -82,7 +82,7 @@ def test_lengths_are_read_back_as_long_as_a_graph_may_be_replayed(move):
     cache = PagedKVCache(1, DIM, max_seqlen=20)
     x = torch.randn(3, 1, DIM)
     cache.append(0, x, x)
-    cache._static.captured = True  # as a capture of an append sets it
+    cache.table.captured = True  # as a capture of an append sets it
     cache.truncate(2) if move == "truncate" else cache.select([0])
     cache.pages(0).cache_seqlens.add_(1)  # as a replay does
     assert cache.lengths == (3 if move == "truncate" else 4,)

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.backends import hopper
-from fp8attn.cache import sequences
+from fp8attn.cache import paged
 from fp8attn.dense import sdpa, strategies
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.spec import PageSpec, spec_of
@@ -175,7 +175,7 @@ def main() -> None:
 
     _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
     sdpa._machine_reason = lambda *_: None
-    sequences._device = torch.device  # "meta", which caches refuse
+    paged._device = torch.device  # "meta", which caches refuse
     torch._assert_async = lambda *_: None
     found = {}
     for name, layers in CASES.items():

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
-from fp8attn.cache import sequences
+from fp8attn.cache import paged
 from fp8attn.dense import sdpa, strategies
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
@@ -110,7 +110,7 @@ def main() -> None:
     loaded = backends.load("hopper" if target == "sm_90" else "triton")
     ops.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
     sdpa._machine_reason = lambda *_: None
-    sequences._device = torch.device  # "meta", which caches refuse
+    paged._device = torch.device  # "meta", which caches refuse
     torch._assert_async = lambda *_: None
     known: set[tuple] = set()
 

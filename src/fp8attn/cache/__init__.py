@@ -2,11 +2,10 @@
 
 | file | what |
 |---|---|
-| `paged.py` | `PagedKVCache`: append and attention |
-| `sequences.py` | the rest of its methods: sizes, and operations that move sequences |
-| `page_table.py` | the pages of each sequence, copy-on-write; windows |
+| `paged.py` | `PagedKVCache`: append and attention, operations that move sequences |
+| `step.py` | `Steps`: which tokens the layers append |
+| `page_table.py` | `PageTable`: the pages of each sequence, copy-on-write; windows; the static form |
 | `layer.py` | the pages of one layer |
-| `step.py` | one append of all layers; the static form |
 | `ahead.py` | which kernels the next tokens need, to compile them side by side |
 | `storage.py` | sequences in files |
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 
 from ..checks import check_finite, check_is_tensor
@@ -11,7 +14,15 @@ from ..formats.rotation import rotate
 from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..scales import LayerScales
-from .page_table import Change, PageTable, lasting
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def lasting(method: Callable[P, R]) -> Callable[P, R]:
+    """A method whose tensors outlive the call. None becomes an inference tensor: those cannot be written to outside of
+    `torch.inference_mode`. All others can be written to in both modes."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class LayerPages:
@@ -43,88 +54,80 @@ class LayerPages:
         scales: LayerScales | None,
         device: torch.device,
     ) -> None:
-        head_dim, key_dtype = spec.k_dim, spec.k.name
+        shape = num_kv_heads, spec.k_dim
         if scales is not None:
             if not isinstance(scales, LayerScales):
                 raise TypeError(
                     f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a "
                     f"layer's"
                 )
-            if scales.k_mean.shape != (num_kv_heads, head_dim) or {scales.k_scale.shape, scales.v_scale.shape} != {
-                (num_kv_heads,)
-            }:
+            if scales.k_mean.shape != shape or {scales.k_scale.shape, scales.v_scale.shape} != {(num_kv_heads,)}:
                 raise ValueError(
                     f"the scales are for (num_kv_heads, head_dim) = {tuple(scales.k_mean.shape)}, with k_scale "
                     f"{tuple(scales.k_scale.shape)} and v_scale {tuple(scales.v_scale.shape)}, and the cache has "
-                    f"{(num_kv_heads, head_dim)}; pass the scales of this layer of this model"
+                    f"{shape}; pass the scales of this layer of this model"
                 )
-            if (scales.key_dtype, scales.rotate_keys) != (key_dtype, rotate_keys):
+            if (scales.key_dtype, scales.rotate_keys) != (spec.k.name, rotate_keys):
                 raise ValueError(
                     f"the scales are for key_dtype={scales.key_dtype!r}, rotate_keys={scales.rotate_keys}, and the "
-                    f"cache has {key_dtype!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
+                    f"cache has {spec.k.name!r}, {rotate_keys}; pass the scales' own to the cache, or calibrate again"
                 )
             if k_mean is not None or v_mean is not None:
                 raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
             k_mean, v_mean = scales.k_mean, scales.v_mean
         for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
             if mean is not None:
-                check_is_tensor(mean, name, f"[{num_kv_heads}, {head_dim}]")
-                if mean.shape != (num_kv_heads, head_dim):
-                    raise ValueError(f"{name} must be [{num_kv_heads}, {head_dim}]; got {list(mean.shape)}")
+                check_is_tensor(mean, name, str(list(shape)))
+                if mean.shape != shape:
+                    raise ValueError(f"{name} must be {list(shape)}; got {list(mean.shape)}")
                 check_finite(mean, name)
         self.scales, self.device, self.num_kv_heads = scales, device, num_kv_heads
+        self.pool: torch.Tensor | None = None
+        self._pages: KVPages | None = None  # None after a tensor of this layer was replaced
         self.format = KVFormat(spec.name, rotate_keys)
         if k_mean is not None or v_mean is not None:
-            k_mean = None if k_mean is None else k_mean.float()
-            self.use_means(
-                rotate(k_mean) if k_mean is not None and rotate_keys else k_mean,
-                None if v_mean is None else v_mean.float(),
-            )
-        self.pool: torch.Tensor | None = None
+            k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
+            self.use_means(rotate(k_mean) if k_mean is not None and rotate_keys else k_mean, v_mean)
 
     def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
         """Set the means to those of another cache's pages."""
         means = (None if mean is None else mean.to(self.device, non_blocking=True) for mean in (stored_k_mean, v_mean))
-        self.format = self.format.with_means(*means)
+        self.format, self._pages = self.format.with_means(*means), None
 
-    def pages(self, table: PageTable, cache_seqlens: torch.Tensor) -> KVPages:
-        """The layer as `KVPages`, for kernels. Makes the pool if there is none."""
-        pool = self.fit(table.num_pages) if self.pool is None else self.pool
-        return KVPages.trusted(pool, table.page_table, cache_seqlens, self.format)
+    def replace(self, pool: torch.Tensor) -> torch.Tensor:
+        """Set another pool, and free the old one."""
+        self.pool, self._pages = pool, None
+        return pool
+
+    def pages(self, page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int) -> KVPages:
+        """The layer as `KVPages`, for kernels: the same object as long as its tensors are the same, because compiled
+        code and CUDA graphs refer to them. Makes the pool if there is none of `num_pages`.
+        """
+        pages = self._pages
+        if pages is None or pages.page_table is not page_table or pages.cache_seqlens is not cache_seqlens:
+            pages = KVPages.trusted(self.fit(num_pages), page_table, cache_seqlens, self.format)
+            self._pages = pages
+        return pages
 
     @lasting
     def fit(self, num_pages: int) -> torch.Tensor:
-        """Allocate the pool, or enlarge it. New pages are zero, except for static scales."""
-        pool = torch.zeros(
-            num_pages, self.num_kv_heads, self.format.layout.nbytes, dtype=torch.uint8, device=self.device
-        )
-        if self.pool is not None:
-            pool[: len(self.pool)] = self.pool
+        """The pool, with at least `num_pages`: it is allocated, or enlarged. New pages are zero, except for static
+        scales.
+        """
+        old = self.pool
+        if old is not None and len(old) >= num_pages:
+            return old
+        size = num_pages, self.num_kv_heads, self.format.layout.nbytes
+        pool = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if old is not None:
+            pool[: len(old)] = old
         if self.scales is not None:
             scales_of(pool).copy_(self.scales.page_scales.to(self.device, non_blocking=True))
-        self.pool = pool
-        return pool
+        return self.replace(pool)
 
-    def _fitted(self, num_pages: int) -> torch.Tensor:
-        """The pool, with at least `num_pages`."""
-        return self.fit(num_pages) if self.pool is None or len(self.pool) < num_pages else self.pool
-
-    def write(self, pages: list[int], given: torch.Tensor, table: PageTable) -> None:
-        """Copy the bytes of these pages from another pool, `given`."""
-        self._fitted(table.num_pages)[table.to_device(pages, torch.long)] = given.to(self.device)
-
-    def apply(self, change: Change, table: PageTable) -> None:
-        """Grow the pool, copy its pages and drop tokens, as `PageTable.reserve` needs."""
-        pool = self._fitted(change.num_pages)
-        if change.targets:
-            index = table.to_device([change.targets, change.sources])
-            pool[index[0]] = pool[index[1]]
-        if change.tails:
-            self._drop_tails(*table.to_device(change.tails).unbind(1))
-
-    def _drop_tails(self, pages: torch.Tensor, kept: torch.Tensor) -> None:
-        """Drop the tokens of `pages [N]` after the first `kept [N]`: V becomes zero there."""
-        dropped = torch.arange(PAGE_SIZE, device=pages.device) >= kept[:, None]
+    def drop_tails(self, pages: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Drop the tokens of `pages [N]` after the first `lengths [N]`: V becomes zero there."""
+        dropped = torch.arange(PAGE_SIZE, device=pages.device) >= lengths[:, None]
         dropped = dropped.unflatten(1, (-1, V_GROUP))[:, :, list(V_ORDER)]
         v = KVPages.trusted(self.pool, None, None, self.format).v.view(torch.uint8)
         v[pages] = v[pages].masked_fill(dropped[:, None, :, None], 0)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+import copy
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 
 from .. import ops
-from .._torch_ops import resolve
-from ..checks import check_is_tensor, is_whole
+from ..checks import LARGEST, check_flags, is_whole
+from ..errors import UsageError
+from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from ..formats.spec import PageSpec
 from ..pages import KVPages
-from ..params import Append, BackendName, options_of
+from ..params import BackendName, check_backend, options_of
+from ..precompile.calls import Layer as KernelLayer
+from ..scales import LayerScales
 from . import storage
-from .ahead import Attention
-from .page_table import lasting
-from .sequences import DROP, Sequences
-from .step import Step
+from .ahead import Ahead, Attention
+from .layer import LayerPages, lasting
+from .page_table import MOST_SEQUENCES, PageTable, is_capturing, num_pages_of
+from .step import Steps
+
+MOST_LAYERS = 2**14  # each has tensors
+MOST_LENGTHS = 2**26  # every layer has a length of each sequence
 
 
-class PagedKVCache(Sequences):
+class PagedKVCache:
     """K and V of all layers of a model in 8 bits, for `num_seqs` sequences of any lengths.
 
     It needs half the bytes of BF16: a page of 128 tokens has `256 * head_dim + 128` bytes for each KV head (`+ 256` at
@@ -60,16 +67,137 @@ class PagedKVCache(Sequences):
         ValueError: no kernel takes the shape, or the options contradict each other.
     """
 
+    @lasting
+    def __init__(
+        self,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_layers: int = 1,
+        num_seqs: int = 1,
+        num_pages: int | None = None,
+        max_seqlen: int | None = None,
+        window: int | None = None,
+        key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
+        rotate_keys: bool | Sequence[bool] = True,
+        k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        v_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        scales: LayerScales | Sequence[LayerScales] | None = None,
+        device: torch.device | str | None = None,
+        backend: BackendName = "auto",
+    ) -> None:
+        self.spec = PageSpec.of(head_dim, key_dtype)
+        if (refusal := self.spec.refusal) is not None:
+            raise UsageError(refusal)
+        num_pages = _check_sizes(num_kv_heads, num_layers, num_seqs, num_pages, max_seqlen, window)
+        check_backend(backend)
+        self.num_kv_heads, self.head_dim, self.device = num_kv_heads, self.spec.k_dim, _device(device)
+        self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
+        options = {"rotate_keys": rotate_keys, "k_mean": k_mean, "v_mean": v_mean, "scales": scales}
+        of_layers = [_each(name, value, num_layers) for name, value in options.items()]
+        for rotated in of_layers[0]:
+            check_flags(rotate_keys=rotated)
+        self.layers = [
+            LayerPages(num_kv_heads, self.spec, rotated, k, v, of_layer, self.device)
+            for rotated, k, v, of_layer in zip(*of_layers, strict=True)
+        ]
+        if num_pages is not None:  # before the page table, whose lists on the host are as long
+            for layer in self.layers:
+                layer.fit(num_pages)
+        self.table = PageTable(self.layers, num_seqs, num_pages, self.device, window, max_seqlen)
+        self.ahead = Ahead()
+        self.steps = Steps(self.table)
+        self._mark_static()
+
+    # State
+
+    def pages(self, layer: int) -> KVPages:
+        """The device state of one layer, for `fp8attn.attention` and `fp8attn.append`.
+
+        It is valid until the next append or move of sequences, which may replace its tensors. The static form never
+        replaces them.
+        """
+        pages, step = self._pages(layer), None if torch.compiler.is_compiling() else self.steps.last
+        return pages if step is None or not step.ragged else pages.after(step.lengths)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.table.num_seqs
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of each sequence. After steps of compiled code or of a CUDA graph, the static form reads
+        them back from the device, which waits for the GPU."""
+        self.table.know_lengths(self.steps.is_complete)
+        return tuple(self.table.lengths)
+
+    def length_of(self, layer: int, seq: int = 0) -> int:
+        """Number of tokens of a sequence that one layer holds. If the host does not know it, it waits for the GPU."""
+        if not self.table.counted:
+            return int(self.table.cache_seqlens[layer][seq])
+        step = self.steps.last
+        lengths = self.table.lengths if step is None or step.before is None or layer in step.pages else step.before
+        return lengths[seq]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers have appended the tokens of the last step."""
+        return self.steps.is_complete
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether compiled code or a CUDA graph appended the last tokens, of which the host knows nothing, or one is
+        captured now.
+        """
+        unseen = not self.table.counted and self.steps.last is None
+        return self.max_seqlen is not None and (unseen or is_capturing(self.device))
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages in each layer's pool."""
+        return self.table.num_pages
+
+    @property
+    def num_free_pages(self) -> int:
+        """Number of pages in each layer's pool that no sequence has."""
+        return len(self.table.free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
+        of_layers = [(layer.pool, layer.format.stored_k_mean, layer.format.v_mean) for layer in self.layers]
+        tensors = [x for xs in of_layers for x in xs if x is not None]
+        return sum(x.nbytes for x in (*tensors, self.table.page_table, *self.table.cache_seqlens))
+
+    def __repr__(self) -> str:
+        lengths = "" if self.max_seqlen is not None else f"lengths=({', '.join(map(str, self.table.lengths))}), "
+        static = "" if self.max_seqlen is None else f"max_seqlen={self.max_seqlen}, "
+        return (
+            f"PagedKVCache({self.num_layers} layers, {self.num_seqs} seqs, {static}{lengths}{self.num_pages} pages, "
+            f"{self.nbytes / 2**20:.1f} MiB, {self.key_dtype} keys, {self.device})"
+        )
+
+    def read(self, layer: int, seq: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantize one sequence, with the tokens that this layer has appended. With a window: its last tokens, as
+        many as the window has, or one less after others were dropped. (The next query sees one less.)
+
+        Returns:
+            K and V, each `[length, num_kv_heads, head_dim]` in `dtype`.
+        Raises:
+            ValueError: there is no such layer or sequence.
+        """
+        pages = self.pages(layer)
+        (seq,) = self.table.sequences([seq])
+        length = self.length_of(layer, seq)
+        return pages.read(seq, length, dtype, self.table.first_held(seq, length))
+
     # Append and attention
 
-    def append(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        lengths: Sequence[int] | None = None,
-    ) -> None:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, lengths: Sequence[int] | None = None) -> None:
         """Quantize one layer's new tokens and write them at the ends of their sequences.
 
         All layers append the same tokens, one layer after another, before a layer appends the next tokens. If it
@@ -88,36 +216,37 @@ class PagedKVCache(Sequences):
                 after steps of compiled code or of a CUDA graph, a GPU finds it, and the error is raised later, when the
                 host waits for the GPU.
         """
-        static_scales = self._layer(layer).scales is not None
+        of_layer = self._layer(layer)
+        static_scales = of_layer.scales is not None
         if torch.compiler.is_compiling():
-            self._trace_append(layer, k, v, lengths, static_scales=static_scales, backend=self.backend)
+            self._trace_append(layer, k, v, lengths, static_scales=static_scales)
             return
         name = ops.check_append(self, k, v, self.backend)
-        step = self._join(layer, k.shape[0], lengths)
+        step = self.steps.join(layer, k.shape[0], lengths)
         try:
             if not step.pages:
                 self.ahead.begin(self, name, k.dtype, step)
-            # In a step that begins the pages, the lengths count its tokens already.
-            how = Append(step.cu_seqlens, step.longest, static_scales, advance=not step.begins)
-            if step.begins and how.is_plain:
+            if step.begins:
                 self._begin(name, layer, k, v, step.longest)
-                pages = self._layer_pages(layer)
-            else:
-                pages = self._pages[layer] or self._layer_pages(layer)
+            table = self.table
+            pages = of_layer.pages(table.page_table, table.cache_seqlens[layer], len(table.references))
+            if not step.begins:
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                ops.run_append(name, pages, k, v, how)
+                options = step.options._replace(static_scales=True) if static_scales else step.options
+                ops.run_append(name, pages, k, v, options)
         except BaseException:
             if not step.pages:  # no layer has the tokens
-                self._abandon(step)
+                self.steps.abandon()
             raise
         step.pages[layer] = pages
 
     def appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
-            return self._layer_pages(layer)
-        pages = None if self._step is None else self._step.pages.get(layer)
+            return self._pages(layer)
+        step = self.steps.last
+        pages = None if step is None else step.pages.get(layer)
         if pages is None:
             self._layer(layer)
             raise ValueError(
@@ -167,38 +296,117 @@ class PagedKVCache(Sequences):
                     f"window={window}"
                 )
             window = self.window if window is None else window
-        options = causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
-        if torch.compiler.is_compiling():
-            return ops.attention(
-                q, pages, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
-                leftpad_k=leftpad_k,
-                return_lse=return_lse, exact=exact, batch_invariant=batch_invariant, backend=self.backend,
-            )  # fmt: skip
-        step = self._step
-        assert step is not None  # `appended` has raised
-        if not isinstance(q, torch.Tensor):
-            check_is_tensor(q, "q", "[T, num_q_heads, head_dim]")
-        if q.shape[0] != step.num_tokens:
+        step = (
+            None if torch.compiler.is_compiling() else self.steps.last
+        )  # compiled code appends equal numbers of tokens
+        if step is not None and isinstance(q, torch.Tensor):
+            if q.shape[0] != step.num_tokens:
+                raise ValueError(
+                    f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths "
+                    f"{step.lengths}); got {tuple(q.shape)}. For other queries call fp8attn.attention(q, "
+                    f"cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
+                )
+            if layer not in self.ahead.attended:
+                ops.check_queries(q, pages)
+                changing = options_of(
+                    window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
+                )
+                self.ahead.attend(self, layer, q, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
+        cu_seqlens, longest = (None, None) if step is None else (step.cu_seqlens, step.longest)
+        return ops.attention(
+            q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale,
+            window=window, softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, return_lse=return_lse, exact=exact,
+            batch_invariant=batch_invariant, backend=self.backend,
+        )  # fmt: skip
+
+    # Moving sequences
+
+    def reserve(self, lengths: int | Sequence[int]) -> None:
+        """Allocate pages for `lengths` tokens of each sequence, so that appends up to these lengths need nothing from
+        the host.
+
+        Shared pages that such an append would write to are copied, in every layer.
+
+        Raises:
+            ValueError: `lengths` is not one number of tokens for each sequence.
+            OutOfPagesError: the pool has a fixed size and is too small. Nothing was changed.
+        """
+        counts = self.table.counts(lengths)
+        self.steps.check_complete("reserve")
+        self.table.reserve(counts)
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them.
+
+        Tokens that only some layers have appended are dropped. So `truncate` also ends a step that failed.
+
+        Raises:
+            ValueError: `lengths` is not one number of tokens for each sequence.
+            RuntimeError: a page of the window before the last kept token was given back (`PageTable.check_held`).
+                Nothing was changed.
+        """
+        counts, step = self.table.counts(lengths), self.steps.last
+        if step is not None and step.before is not None and step.missing:
+            counts = list(map(min, counts, step.before))
+        self.table.truncate(counts)
+        self.steps.last = None
+
+    def reset(self) -> None:
+        """Drop all tokens. The memory of growing pools is freed. Pools of fixed size stay allocated."""
+        self.truncate(0)
+        self.table.compact()
+
+    def select(self, indices: Iterable[int] | torch.Tensor) -> None:
+        """Replace the sequences with `[sequences[i] for i in indices]`, to reorder beams, repeat prompts or drop
+        finished sequences.
+
+        Copies share pages until one of them writes. The number of sequences becomes `len(indices)`. The static form
+        must keep its number.
+
+        Args:
+            indices: numbers of sequences; or a mask with one bool for each sequence, True for those to keep. A tensor
+                on a GPU is read back, which waits for the GPU.
+        Raises:
+            ValueError: `indices` is empty, names a sequence that does not exist, or is a mask of another length.
+        """
+        chosen = self.table.indices(indices)
+        self.steps.check_complete("select")
+        if self.max_seqlen is not None and len(chosen) != self.num_seqs:
             raise ValueError(
-                f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths "
-                f"{step.lengths}); got {tuple(q.shape)}. For other queries call fp8attn.attention(q, "
-                f"cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
+                f"a cache with max_seqlen keeps its number of sequences, and select would change it from "
+                f"{self.num_seqs} to {len(chosen)}; make the cache with the final number, or without max_seqlen"
             )
-        ops.check_queries(q, pages)
-        call = q.dtype, q.shape[1], *options
-        if call not in step.calls:
-            step.calls[call] = (
-                resolve(self.backend, q, self.spec.name),
-                ops.params_of(q, pages, step.cu_seqlens, step.longest, *options),
-            )
-        name, params = step.calls[call]
-        if layer not in self.ahead.attended:
-            changing = options_of(
-                window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
-            )
-            self.ahead.attend(self, layer, q, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
-        out, lse = ops.run_attention(name, q, pages, params)
-        return (out, lse) if return_lse else out
+        self.table.select(chosen)
+        self.steps.last = None
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """Make sequence `target` a copy of the first `length` tokens of `source` (None: of all its tokens). The two
+        share pages.
+
+        Raises:
+            ValueError: a sequence does not exist, `target` is `source`, or `source` has fewer tokens. Nothing was
+                changed.
+            RuntimeError: as `truncate`.
+        """
+        source, target = self.table.sequences([source, target])
+        self.steps.check_complete("copy")
+        most = self.lengths[source]
+        length = most if length is None else length
+        if not is_whole(length) or not 0 <= length <= most:
+            raise ValueError(f"sequence {source} has {most} tokens, so length must be 0 to {most}; got {length}")
+        if source == target:
+            raise ValueError(f"sequence {source} cannot be copied onto itself; use truncate to shorten it")
+        self.table.copy(source, target, length)
+        self.steps.last = None
+
+    def sync(self) -> None:
+        """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths.
+
+        Raises:
+            RuntimeError: as `truncate`.
+        """
+        self.table.sync()
+        self.steps.last = None
 
     # Files
 
@@ -212,7 +420,7 @@ class PagedKVCache(Sequences):
         Raises:
             ValueError: there is no such sequence.
         """
-        storage.write(path, *storage.pack(self, seqs))
+        storage.write(path, *self.contents(seqs))
 
     @classmethod
     def load(
@@ -235,95 +443,160 @@ class PagedKVCache(Sequences):
             OutOfPagesError: its sequences need more than num_pages.
         """
         tensors, layers, _ = storage.read(path)
-        return storage.unpack(
-            cls, tensors, layers, path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend
+        return cls.from_contents(
+            tensors, layers, path, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend
         )
 
-    # A step
+    def contents(
+        self, seqs: Sequence[int] | None = None, numbers: Iterable[int] | None = None
+    ) -> tuple[dict[str, torch.Tensor], storage.Layers]:
+        """The tensors and the layers of a file with these sequences (None: all). The layers get these numbers (None: 0,
+        1, ...).
+        """
+        self.steps.check_complete("save")
+        self.table.know_lengths()
+        seqs = range(self.num_seqs) if seqs is None else self.table.indices(seqs)
+        return storage.pack(self.table, seqs, range(self.num_layers) if numbers is None else numbers)
 
-    def _join(self, layer: int, num_tokens: int, lengths: Sequence[int] | None) -> Step:
-        """The step of this append of `layer`: the one that other layers have begun, or a new one."""
-        step = self._step
-        if step is None or len(step.pages) == len(self.layers):
-            step = self._step = self._new_step(num_tokens, lengths)
-        elif layer in step.pages:
-            raise ValueError(
-                f"layer {layer} appends a second time before layers {step.missing(len(self.layers))} appended once: "
-                f"all layers append the same tokens, one after another. To go on, {DROP}"
-            )
-        elif num_tokens != step.num_tokens or (
-            (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
-        ):
-            raise ValueError(
-                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {lengths})'}, and "
-                f"the layers before it appended {step.num_tokens} (lengths {step.lengths}): a step has the same "
-                f"lengths in all layers"
-            )
-        return step
+    @classmethod
+    def from_contents(
+        cls,
+        tensors: dict[str, torch.Tensor],
+        layers: storage.Layers,
+        path: str | Path,
+        *,
+        max_seqlen: int | None,
+        device: torch.device | str | None,
+        backend: BackendName,
+        num_pages: int | None = None,
+    ) -> PagedKVCache:
+        """A cache of these layers of a file; see `load`."""
+        saved = storage.unpack(tensors, layers, path, max_seqlen)
+        cache = cls(**saved.options, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
+        for layer, means in zip(cache.layers, saved.means, strict=True):
+            layer.use_means(*means)  # the same bits, because K's mean is not rotated again
+        cache.table.fill(saved.lengths, saved.tables, saved.pools)
+        cache._mark_static()  # the means are new
+        return cache
 
-    def _new_step(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
-        """Begin a step: reserve pages for all layers, and update the lengths on the host."""
-        table, new = self.table, self._divide(num_tokens, lengths)
-        cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
-        longest, columns, begins = max(new), None, False
-        before, counted = table.lengths, True
-        if self._static is not None:
-            counted = self._static.begin(table, new, cu_seqlens)
-            columns = self._static.columns(before, longest) if counted else None
-        elif longest <= table.headroom:
-            table.advance(new, longest)
-        elif not table.num_pages and lengths is None and self._begins_dense:
-            begins = True
-            table.begin(longest)
-            self._pages = [None] * len(self.layers)
-        else:
-            self._reserve([old + n for old, n in zip(before, new, strict=True)])
-            table.advance(new, longest)
-        return Step(new, cu_seqlens, before if counted else None, begins, columns)
+    def __copy__(self) -> NoReturn:
+        """Raise TypeError: a shallow copy would write to the pages of this cache."""
+        raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
 
-    def _abandon(self, step: Step) -> None:
-        """End a step whose first layer has failed."""
-        if step.before is not None:
-            self.truncate(step.before)
-        self._step = None
-
-    @property
-    def _begins_dense(self) -> bool:
-        """Whether `ops.run_from_dense` may make the first pages: no layer has static scales."""
-        return all(layer.scales is None for layer in self.layers)
-
-    def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
-        """The number of new tokens of each sequence."""
-        num_seqs = self.num_seqs
-        if lengths is None:
-            if num_tokens % num_seqs:
-                raise ValueError(
-                    f"{num_tokens} tokens cannot be divided evenly among {num_seqs} sequences; give each sequence's "
-                    f"number: lengths=[...]"
-                )
-            return [num_tokens // num_seqs] * num_seqs
-        new = self.table.counts(lengths)
-        if sum(new) != num_tokens:
-            raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
+    @lasting
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = memo[id(self)] = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
         return new
+
+    # A step
 
     @lasting
     def _begin(self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
         """The first append of a layer without pages, with the resolved backend `name`."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        self.layers[layer].pool = ops.run_from_dense(name, k, v, self.layers[layer].format).pool
-        self._pages[layer] = None
+        self.layers[layer].replace(ops.run_from_dense(name, k, v, self.layers[layer].format).pool)
 
     def _trace_append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, **options: Any
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, static_scales: bool
     ) -> None:
         """`append` in compiled code. It is work of the device only, so it compiles once."""
-        if self._static is None or lengths is not None:
+        if self.max_seqlen is None or lengths is not None:
             raise RuntimeError(
                 "append in compiled code needs a cache with max_seqlen=..., which has all its memory from the start, "
                 "and one number of tokens for all sequences (lengths=None)"
             )
-        if layer == 0:  # all layers have the same lengths
-            self._static.assert_fits(self.table.cache_seqlens[0], k.shape[0] // self.num_seqs)
-        self._static.counted, self._step = False, None
-        ops.append(self._layer_pages(layer), k, v, **options)
+        if layer == 0:
+            self.table.assert_room(k.shape[0] // self.num_seqs)
+        self.table.counted, self.steps.last = False, None
+        ops.append(self._pages(layer), k, v, static_scales=static_scales, backend=self.backend)
+
+    # Layers
+
+    def _layer(self, layer: int) -> LayerPages:
+        if (type(layer) is not int and not is_whole(layer)) or not 0 <= layer < len(self.layers):
+            raise ValueError(f"the cache has the layers 0 to {len(self.layers) - 1}; got {layer!r}")
+        return self.layers[layer]
+
+    def _pages(self, layer: int) -> KVPages:
+        table, pages = self.table, self._layer(layer)
+        if table.tails:  # tokens past the end of a sequence
+            table.reserve(table.lengths)
+        lengths = table.cache_seqlens[layer]
+        if torch.compiler.is_compiling() and pages.pool is not None:  # it would guard on an object that is kept
+            return KVPages.trusted(pages.pool, table.page_table, lengths, pages.format)
+        return pages.pages(table.page_table, lengths, table.num_pages)
+
+    def kernel_layers(self, backend: BackendName, dtype: str) -> set[KernelLayer]:
+        """The different formats of the layers, for `precompile`. The number of query heads is not known here."""
+        return {
+            KernelLayer(
+                self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend,
+                key_dtype=self.key_dtype, rotate_keys=layer.format.rotate,
+                k_mean=layer.format.stored_k_mean is not None, v_mean=layer.format.v_mean is not None,
+                static_scales=layer.scales is not None,
+            )
+            for layer in self.layers
+        }  # fmt: skip
+
+    def _mark_static(self) -> None:
+        """Dynamo may keep the addresses of the static form's tensors: CUDA graphs write into them in place."""
+        for layer in range(self.num_layers) if self.max_seqlen is not None else ():
+            for x in self._pages(layer).tensors:
+                torch._dynamo.mark_static_address(x)
+
+
+def _check_sizes(
+    num_kv_heads: int, num_layers: int, num_seqs: int, num_pages: int | None, max_seqlen: int | None,
+    window: int | None,
+) -> int | None:  # fmt: skip
+    """The number of pages of each pool; None: it grows.
+
+    Raises:
+        UsageError: a size is no positive whole number or too large, or two contradict each other.
+    """
+    sizes = {
+        "num_kv_heads": num_kv_heads, "num_layers": num_layers, "num_seqs": num_seqs, "num_pages": num_pages,
+        "max_seqlen": max_seqlen, "window": window,
+    }  # fmt: skip
+    if any(size is not None and (not is_whole(size) or not 1 <= size <= LARGEST) for size in sizes.values()):
+        values = ", ".join(f"{name}={size}" for name, size in sizes.items() if size is not None)
+        raise UsageError(f"{', '.join(sizes)} must be positive whole numbers; got {values} (the most: {LARGEST:,})")
+    if num_seqs > MOST_SEQUENCES or num_layers > MOST_LAYERS or num_layers * num_seqs > MOST_LENGTHS:
+        raise UsageError(
+            f"num_seqs must be at most {MOST_SEQUENCES:,}, num_layers {MOST_LAYERS:,}, and their product "
+            f"{MOST_LENGTHS:,}; got num_seqs={num_seqs:,} and num_layers={num_layers:,}"
+        )
+    if max_seqlen is None:
+        return num_pages
+    if window is not None:
+        raise UsageError(
+            f"window={window} gives back pages while tokens are appended, which the static form "
+            f"(max_seqlen={max_seqlen}) cannot; leave out max_seqlen (num_pages= limits the memory), or keep all "
+            f"tokens and pass window to each attention"
+        )
+    if num_pages is not None:
+        raise UsageError(f"max_seqlen decides how many pages there are; leave out num_pages={num_pages}")
+    if (num_pages := num_seqs * num_pages_of(max_seqlen)) > LARGEST:
+        raise UsageError(
+            f"num_seqs={num_seqs} and max_seqlen={max_seqlen} need {num_pages:,} pages, and there can be at most "
+            f"{LARGEST:,}"
+        )
+    return num_pages
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """The device of a cache, with its index."""
+    kind = (torch.get_default_device() if device is None else torch.device(device)).type
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"pages are on a CPU or on a GPU that torch calls cuda; got device={str(device)!r}")
+    return torch.empty(0, device=device).device
+
+
+def _each(name: str, value: Any, num_layers: int) -> list[Any]:
+    """The values of an option, one for each layer, from one value for all layers or a list."""
+    if not isinstance(value, list | tuple):
+        return [value] * num_layers
+    if len(value) != num_layers:
+        raise ValueError(f"{name} must be one value for all layers, or {num_layers} of them; got {len(value)}")
+    return list(value)

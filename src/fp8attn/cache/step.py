@@ -1,135 +1,140 @@
-"""A step, in which all layers append the same tokens; and the static form, in which a step needs nothing
-from the host.
-"""
+"""The steps of a cache: in a step all layers append the same tokens, one layer after another."""
 
 from __future__ import annotations
 
-from itertools import count
-from operator import add
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from ..pages import KVPages
-from ..params import AttentionParams, BackendName
+from ..params import Append
 from .page_table import PageTable, num_pages_of
 
-LARGER = "make it with a larger max_seqlen (FP8Cache: a larger max_cache_len)"
+DROP = (
+    "drop the tokens of this step: cache.truncate(cache.lengths); for an FP8Cache whose forward was interrupted, "
+    "cache.reset()"
+)
 
 
 class Step:
-    """One append of new tokens by all layers, one after another.
+    """One append of new tokens by all layers.
 
-    Attributes:
+    Args:
         lengths: number of new tokens of each sequence.
-        num_tokens, longest: the sum and the maximum of `lengths`.
-        ragged: whether they differ.
         cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has
             `longest` tokens.
+        num_layers: layers of the cache.
         before: number of tokens of each sequence before the step. None: the host does not know it.
         begins: whether these are the first tokens of a growing pool. Then `ops.run_from_dense` makes the pages with
             their contents.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it;
             use all columns.
+    Attributes:
+        num_tokens, longest: the sum and the maximum of `lengths`.
+        ragged: whether they differ.
+        options: of the append of a layer without static scales.
         pages: by layer that has appended, the pages that its attention reads.
-        calls: by the queries' dtype, their heads and the options, the resolved backend and the checked options, which
-            layers share.
     """
 
     def __init__(
-        self,
-        lengths: list[int],
-        cu_seqlens: torch.Tensor | None,
-        before: list[int] | None,
-        begins: bool,
-        columns: int | None,
-    ) -> None:
-        self.lengths, self.cu_seqlens, self.before, self.begins, self.columns = (
-            lengths,
-            cu_seqlens,
-            before,
-            begins,
-            columns,
-        )
+        self, lengths: list[int], cu_seqlens: torch.Tensor | None, num_layers: int, before: list[int] | None,
+        begins: bool, columns: int | None,
+    ) -> None:  # fmt: skip
+        self.lengths, self.cu_seqlens, self.num_layers = lengths, cu_seqlens, num_layers
+        self.before, self.begins, self.columns = before, begins, columns
         self.num_tokens, self.longest = sum(lengths), max(lengths)
         self.ragged = cu_seqlens is not None and min(lengths) < self.longest
+        self.options = Append(cu_seqlens, self.longest)
         self.pages: dict[int, KVPages] = {}
-        self.calls: dict[tuple[Any, ...], tuple[BackendName, AttentionParams]] = {}
 
-    def missing(self, num_layers: int) -> str:
+    @property
+    def missing(self) -> str:
         """The layers that have not appended; empty after all have."""
-        return ", ".join(str(layer) for layer in range(num_layers) if layer not in self.pages)
+        return ", ".join(str(layer) for layer in range(self.num_layers) if layer not in self.pages)
 
 
-class StaticForm:
-    """The static form of a cache, whose steps can be compiled, or replayed in a CUDA graph, without the host.
-
-    Appends that run on the host are counted there, for each sequence, and one that does not fit raises an error before
-    anything is written. The host does not see the steps of compiled code and of CUDA graphs. From then on the device
-    compares its own lengths of each sequence, until `sync` reads them back. Both count what each sequence gets.
+class Steps:
+    """The last step, and who may join it.
 
     Attributes:
-        max_seqlen: tokens that each sequence has pages for.
-        counted: whether the lengths of the page table on the host are right.
-        captured: whether a CUDA graph contains an append. It can be replayed at any time, so the host never counts
-            again.
+        last: the last step. None: none since the cache was made or its sequences were moved, or the host has not seen
+            it.
     """
 
-    def __init__(self, max_seqlen: int) -> None:
-        self.max_seqlen = max_seqlen
-        self.counted, self.captured = True, False
-        self._full = (  # made once, because compiled code has it as a constant
-            f"the cache is full: a sequence would have more than max_seqlen={max_seqlen} tokens; {LARGER}. If other "
-            f"code than `append` wrote its lengths, call sync() on the PagedKVCache"
-        )
+    def __init__(self, table: PageTable) -> None:
+        self.table = table
+        self.last: Step | None = None
 
-    def begin(self, table: PageTable, new: list[int], cu_seqlens: torch.Tensor | None) -> bool:
-        """Begin a step of `new` tokens of each sequence, and raise RuntimeError if they do not fit. Returns `counted`.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers have appended the tokens of the last step."""
+        return self.last is None or not self.last.missing
 
-        Args:
-            cu_seqlens: `[num_seqs + 1]` int32, cumulative `new` on the device. None: all sequences have the same
-                number.
-        """
-        self.captured = self.captured or _is_capturing(table.device)
-        self.counted = self.counted and not self.captured
-        if not self.counted:
-            self.assert_fits(table.cache_seqlens[0], new[0] if cu_seqlens is None else cu_seqlens.diff())
-            return False
-        if max(map(add, table.lengths, new)) > self.max_seqlen:
-            seq, old, n = next(x for x in zip(count(), table.lengths, new) if x[1] + x[2] > self.max_seqlen)
-            raise RuntimeError(
-                f"the cache is full: sequence {seq} holds {old} tokens, {n} more were given, and max_seqlen is "
-                f"{self.max_seqlen}; {LARGER}"
+    def check_complete(self, call: str) -> None:
+        """Raise ValueError, which names the `call`, if some layers have not appended the tokens of the last step."""
+        if self.last is not None and (missing := self.last.missing):
+            raise ValueError(
+                f"{call} between the appends of a step: layers {missing} have not appended its tokens yet. Append them "
+                f"first, or {DROP}"
             )
-        table.advance(new, max(new))
-        return True
 
-    def columns(self, before: list[int], longest: int) -> int | None:
-        """Number of columns of the page table that an append of `longest` tokens and its attention need; None: all.
+    def join(self, layer: int, num_tokens: int, lengths: Sequence[int] | None) -> Step:
+        """The step of this append of `layer`: the one that other layers have begun, or a new one."""
+        step = self.last
+        if step is None or len(step.pages) == step.num_layers:
+            step = self.last = self._begin(num_tokens, lengths)
+        elif layer in step.pages:
+            raise ValueError(
+                f"layer {layer} appends a second time before layers {step.missing} appended once: all layers append "
+                f"the same tokens, one after another. To go on, {DROP}"
+            )
+        elif num_tokens != step.num_tokens or (
+            (lengths is not None or step.cu_seqlens is not None) and self._divide(num_tokens, lengths) != step.lengths
+        ):
+            raise ValueError(
+                f"layer {layer} appends {num_tokens} tokens{'' if lengths is None else f' (lengths {lengths})'}, and "
+                f"the layers before it appended {step.num_tokens} (lengths {step.lengths}): a step has the same "
+                f"lengths in all layers"
+            )
+        return step
 
-        Kernels are launched for the capacity of the table. If the cache is empty, `longest` tokens are enough.
-        """
-        return None if any(before) else num_pages_of(longest)
+    def abandon(self) -> None:
+        """End the last step, whose first layer has failed."""
+        if self.last is not None and self.last.before is not None:
+            self.table.truncate(self.last.before)
+        self.last = None
 
-    def assert_fits(self, cache_seqlens: torch.Tensor, new: int | torch.Tensor) -> None:
-        """Raise RuntimeError, on a GPU later, if `new` tokens of each sequence exceed its pages. They would overwrite
-        other tokens.
-        """
-        held, most = (
-            (cache_seqlens + new, self.max_seqlen)
-            if isinstance(new, torch.Tensor)
-            else (cache_seqlens, self.max_seqlen - new)
-        )
-        torch._assert_async(held.max() <= most, self._full)
+    def _begin(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
+        """A new step: reserve pages for all layers, and update the lengths on the host."""
+        table, new = self.table, self._divide(num_tokens, lengths)
+        cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
+        before, longest, columns, begins = table.lengths, max(new), None, False
+        if table.max_seqlen is not None:
+            table.check_room(new, cu_seqlens)
+            columns = num_pages_of(longest) if table.counted and not any(before) else None
+        elif longest > table.headroom:
+            # `ops.run_from_dense` has no static scales.
+            begins = not table.num_pages and lengths is None and all(layer.scales is None for layer in table.layers)
+            if begins:
+                table.begin(longest)
+            else:
+                table.reserve([old + n for old, n in zip(before, new, strict=True)])
+        if table.counted and not begins:
+            table.advance(new, longest)
+        return Step(new, cu_seqlens, len(table.layers), before if table.counted else None, begins, columns)
 
-    def read(self, table: PageTable, complete: bool) -> None:
-        """Read the lengths back from the device. They stay right if no layer's append of a step is still to come
-        (`complete`).
-        """
-        table.sync()
-        self.counted = complete and not self.captured
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph captures the kernels that are launched now."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
+        """The number of new tokens of each sequence."""
+        num_seqs = self.table.num_seqs
+        if lengths is None:
+            if num_tokens % num_seqs:
+                raise ValueError(
+                    f"{num_tokens} tokens cannot be divided evenly among {num_seqs} sequences; give each sequence's "
+                    f"number: lengths=[...]"
+                )
+            return [num_tokens // num_seqs] * num_seqs
+        new = self.table.counts(lengths)
+        if sum(new) != num_tokens:
+            raise ValueError(f"lengths must be {num_seqs} counts that add up to {num_tokens} tokens; got {new}")
+        return new

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,12 +34,9 @@ from ..errors import UsageError
 from ..files import write_tensors
 from ..formats.page_layout import PAGE_SIZE
 from ..formats.spec import PageSpec
-from ..params import BackendName
 from ..scales import TENSORS, LayerScales
-from .page_table import first_column, num_pages_of
-from .sequences import Sequences
+from .page_table import PageTable, first_column, num_pages_of
 
-Cache = TypeVar("Cache", bound=Sequences)
 Layers = dict[int, dict[str, Any]]  # of each layer of a file: `SHARED`, and `rotate_keys`
 FORMAT = "fp8attn.kv_pages.4"
 SHARED = ("num_kv_heads", "head_dim", "page_size", "key_dtype", "window")  # what the layers of one cache have in common
@@ -47,32 +44,42 @@ CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
 
-def pack(
-    cache: Sequences, seqs: Sequence[int] | None = None, numbers: Iterable[int] | None = None
-) -> tuple[dict[str, torch.Tensor], Layers]:
-    """The tensors and the layers of a file with these sequences (None: all). The cache's layers get these numbers
-    (None: 0, 1, ...).
+class Saved(NamedTuple):
+    """The sequences of a file, for a new cache.
+
+    Attributes:
+        options: of the cache, but for those that `PagedKVCache.load` takes.
+        lengths: tokens of each sequence.
+        tables: the pages of each sequence, as indices into the pools; -1 left of the window.
+        pools: `[num_pages, num_kv_heads, page_bytes]` uint8 of each layer.
+        means: of each layer, `KVFormat.stored_k_mean` and `v_mean`.
     """
-    cache.check_complete("save")
-    lengths, table = cache.lengths, cache.table
-    chosen = list(range(cache.num_seqs)) if seqs is None else table.indices(seqs)
-    held = [table.pages_of(seq) for seq in chosen]
-    places = {page: i for i, page in enumerate(dict.fromkeys(page for pages in held for page in pages if page >= 0))}
-    width = max(1, *map(len, held))
-    rows = [[places.get(page, -1) for page in pages] + [0] * (width - len(pages)) for pages in held]
-    tensors = {"lengths": torch.tensor([lengths[seq] for seq in chosen], dtype=torch.int32)}
+
+    options: dict[str, Any]
+    lengths: list[int]
+    tables: list[list[int]]
+    pools: list[torch.Tensor]
+    means: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+
+
+def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple[dict[str, torch.Tensor], Layers]:
+    """The tensors and the layers of a file with these sequences. The layers get these numbers."""
+    seqs = list(seqs)
+    pages_of = [table.pages_of(seq) for seq in seqs]
+    named = dict.fromkeys(page for pages in pages_of for page in pages if page >= 0)  # each once
+    places = {page: i for i, page in enumerate(named)}
+    width = max(1, *map(len, pages_of))
+    rows = [[places.get(page, -1) for page in pages] + [0] * (width - len(pages)) for pages in pages_of]
+    tensors = {"lengths": torch.tensor([table.lengths[seq] for seq in seqs], dtype=torch.int32)}
     layers: Layers = {}
-    taken = table.to_device(list(places), torch.long)
-    shared = dict(
-        zip(SHARED, (cache.num_kv_heads, cache.head_dim, PAGE_SIZE, cache.key_dtype, cache.window), strict=True)
-    )
-    for index, (number, layer) in enumerate(
-        zip(range(cache.num_layers) if numbers is None else numbers, cache.layers, strict=True)
-    ):
-        layers[number] = shared | {"rotate_keys": layer.format.rotate}
-        tensors[f"pages.{number}"] = layer.pages(table, table.cache_seqlens[index]).pool[taken].cpu()
+    index = table.to_device(list(places), torch.long)
+    for number, layer in zip(numbers, table.layers, strict=True):
+        format = layer.format
+        values = layer.num_kv_heads, format.spec.k_dim, PAGE_SIZE, format.k.name, table.window
+        layers[number] = dict(zip(SHARED, values, strict=True)) | {"rotate_keys": format.rotate}
+        tensors[f"pages.{number}"] = layer.fit(table.num_pages)[index].cpu()
         tensors[f"page_table.{number}"] = torch.tensor(rows, dtype=torch.int32)
-        for name, mean in (("k_mean", layer.format.stored_k_mean), ("v_mean", layer.format.v_mean)):
+        for name, mean in (("k_mean", format.stored_k_mean), ("v_mean", format.v_mean)):
             if mean is not None:
                 tensors[f"{name}.{number}"] = mean.cpu().clone()  # tensors in a file share no memory
         if layer.scales is not None:
@@ -80,23 +87,20 @@ def pack(
     return tensors, layers
 
 
-def unpack(
-    make: type[Cache], tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, *, max_seqlen: int | None,
-    device: torch.device | str | None, backend: BackendName, num_pages: int | None = None,
-) -> Cache:  # fmt: skip
-    """A cache of the class `make` from these layers of a file; see `PagedKVCache.load`."""
-    kinds = [[layer.get(name) for name in SHARED] for layer in layers.values()]
-    if any(kind != kinds[0] for kind in kinds):
+def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, max_seqlen: int | None) -> Saved:
+    """The sequences of these layers of a file; see `PagedKVCache.load`."""
+    shapes = [[layer.get(name) for name in SHARED] for layer in layers.values()]
+    if any(shape != shapes[0] for shape in shapes):
         raise UsageError(
             f"{path} has layers of several shapes or windows, and a PagedKVCache has one; FP8Cache.load reads the file"
         )
     try:
-        numbers, shared = list(layers), next(iter(layers.values()))
-        rotate_keys = [layer["rotate_keys"] for layer in layers.values()]
-        page_size, window = shared["page_size"], shared["window"]
+        numbers, shared = list(layers), dict(next(iter(layers.values())))
+        shared["rotate_keys"] = [layer["rotate_keys"] for layer in layers.values()]
+        page_size = shared.pop("page_size")
         if page_size == PAGE_SIZE:
-            lengths, table = _table(tensors, numbers, window)
-            pools = _pools(tensors, numbers, 1 + max((page for pages in table for page in pages), default=-1), shared)
+            lengths, tables = _table(tensors, numbers, shared["window"])
+            pools = _pools(tensors, numbers, 1 + max((page for pages in tables for page in pages), default=-1), shared)
     except (KeyError, StopIteration, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
@@ -108,24 +112,17 @@ def unpack(
             f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a "
             f"larger one"
         )
-    scales: list[LayerScales] | None = None
     if _has_scales(tensors, numbers):
-        scales = []
-        for number, rotated in zip(numbers, rotate_keys, strict=True):
-            k_scale, v_scale, k_mean, v_mean = (tensors[f"scales.{number}.{name}"] for name in TENSORS)
-            scales.append(LayerScales(k_scale, v_scale, k_mean, v_mean, shared["key_dtype"], rotated))
-    cache = make(
-        shared["num_kv_heads"], shared["head_dim"], num_layers=len(numbers), key_dtype=shared["key_dtype"],
-        rotate_keys=rotate_keys,
-        scales=scales, num_seqs=len(lengths), num_pages=num_pages, max_seqlen=max_seqlen, window=window, device=device,
-        backend=backend,
-    )  # fmt: skip
-    for number, layer in zip(
-        numbers, cache.layers, strict=True
-    ):  # the same bits, because K's mean is not rotated again
-        layer.use_means(tensors.get(f"k_mean.{number}"), tensors.get(f"v_mean.{number}"))
-    cache.fill(lengths, table, pools)
-    return cache
+        shared["scales"] = [
+            LayerScales(
+                **{name: tensors[f"scales.{number}.{name}"] for name in TENSORS}, key_dtype=shared["key_dtype"],
+                rotate_keys=rotated,
+            )
+            for number, rotated in zip(numbers, shared["rotate_keys"], strict=True)
+        ]  # fmt: skip
+    means = [(tensors.get(f"k_mean.{number}"), tensors.get(f"v_mean.{number}")) for number in numbers]
+    options = shared | {"num_layers": len(numbers), "num_seqs": len(lengths)}
+    return Saved(options, lengths, tables, pools, means)
 
 
 def _has_scales(tensors: dict[str, torch.Tensor], numbers: list[int]) -> bool:

@@ -352,7 +352,7 @@ def test_a_cache_that_is_in_a_cuda_graph_is_never_known_to_be_empty(llama, width
     expected = logits(llama, FP8Cache(llama, max_cache_len=1000), ids)
     widths.clear()
     with monkeypatch.context() as capturing, torch.no_grad():
-        capturing.setattr("fp8attn.cache.step._is_capturing", lambda device: True)
+        capturing.setattr("fp8attn.cache.page_table.is_capturing", lambda device: True)
         llama(ids[:, :100], past_key_values=cache)
     with torch.no_grad():
         llama(ids[:, 100:], past_key_values=cache)

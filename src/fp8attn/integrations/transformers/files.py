@@ -53,7 +53,7 @@ def save(
     tensors: dict[str, torch.Tensor] = {}
     packed: storage.Layers = {}
     for group in groups:
-        more_tensors, more_layers = storage.pack(group.paged, seqs, [layer.index for layer in group.layers])
+        more_tensors, more_layers = group.paged.contents(seqs, [layer.index for layer in group.layers])
         tensors, packed = tensors | more_tensors, packed | more_layers
     paged = groups[0].paged
     rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
@@ -131,8 +131,8 @@ def restore(
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
     for group in groups:
-        group.paged = storage.unpack(
-            PagedKVCache, tensors, {layer.index: file.layers[layer.index] for layer in group.layers}, path,
+        group.paged = PagedKVCache.from_contents(
+            tensors, {layer.index: file.layers[layer.index] for layer in group.layers}, path,
             max_seqlen=group.options.max_cache_len, device=group.device, backend=group.options.backend,
         )  # fmt: skip
         group.unused = False
