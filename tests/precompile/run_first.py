@@ -64,7 +64,7 @@ def model(heads: int, kv_heads: int, dim: int, batch: int, tokens: int, **option
         )
 
 
-def paged(heads: int, kv_heads: int, dim: int, lengths: list[int], **options: Any) -> None:
+def cached(heads: int, kv_heads: int, dim: int, lengths: list[int], **options: Any) -> None:
     """A prompt of these lengths and a decode step of two layers, through `PagedKVCache`."""
     held = PagedKVCache(kv_heads, dim, num_layers=2, num_seqs=len(lengths), device="meta")
     for new in (lengths, [1] * len(lengths)):
@@ -93,14 +93,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"calibrated {tokens}", partial(model, 32, 8, 128, 1, tokens, static_scales=True)
         yield f"static {tokens}", partial(model, 32, 8, 128, 2, tokens, max_cache_len=16384)
         for dim in (64, 80, 96, 128, 256):
-            yield f"paged d{dim} {tokens}", partial(paged, 8, 4, dim, [tokens])
-        yield f"softcap {tokens}", partial(paged, 16, 8, 256, [tokens], softcap=30.0)
-        yield f"sinks {tokens}", partial(paged, 64, 8, 64, [tokens], sinks=meta(64))
-        yield f"window {tokens}", partial(paged, 64, 8, 64, [tokens, tokens], window=128)
-        yield f"padded {tokens}", partial(paged, 8, 2, 128, [tokens, tokens], leftpad_k=meta(2, dtype=torch.int32))
+            yield f"paged d{dim} {tokens}", partial(cached, 8, 4, dim, [tokens])
+        yield f"softcap {tokens}", partial(cached, 16, 8, 256, [tokens], softcap=30.0)
+        yield f"sinks {tokens}", partial(cached, 64, 8, 64, [tokens], sinks=meta(64))
+        yield f"window {tokens}", partial(cached, 64, 8, 64, [tokens, tokens], window=128)
+        yield f"padded {tokens}", partial(cached, 8, 2, 128, [tokens, tokens], leftpad_k=meta(2, dtype=torch.int32))
         yield f"dense {tokens}", partial(dense, tokens, tokens, True)
         yield f"crossed {tokens}", partial(dense, tokens, 700, False)
-        yield f"ragged {tokens}", partial(paged, 8, 2, 128, [tokens, 3 * tokens, 5])
+        yield f"ragged {tokens}", partial(cached, 8, 2, 128, [tokens, 3 * tokens, 5])
 
 
 @torch.inference_mode()
