@@ -8,7 +8,7 @@ from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
 
 import fp8attn
 from fp8attn.integrations import warmup
-from fp8attn.precompile.target import aim
+from fp8attn.precompile.target import backend_for
 from tests.support import compiling
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
@@ -28,7 +28,7 @@ import fp8attn
 from fp8attn.precompile import calls
 from fp8attn_tools.cli.app import app
 from typer.testing import CliRunner
-calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,)
+calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.BEFORE = (1,), (), (1,), (0,)
 folder, reported = Path(sys.argv[1]), []
 shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
 first = fp8attn.warmup(**shape, target="sm_80", progress=lambda *counts: reported.append(counts))
@@ -67,10 +67,10 @@ def test_a_compiler_that_fails_is_an_error():
 from fp8attn.kernels import compile
 from fp8attn.precompile import calls
 import fp8attn
-calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.HELD = (1,), (), (1,), (0,)
-def fail(*given):
+calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.BEFORE = (1,), (), (1,), (0,)
+def fail(*given, **target):
     raise OSError("no compiler here")
-compile.loaded = fail
+compile.compiled = fail
 try:
     fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64, target="sm_80")
 except OSError as error:
@@ -150,4 +150,4 @@ def test_a_config_may_have_layers_of_several_shapes(monkeypatch):
     ("target", "head_dim", "backend"), [("sm_90", 256, "hopper"), ("sm_90", 512, "triton"), ("sm_80", 256, "triton")]
 )
 def test_each_head_dim_has_its_backend(target, head_dim, backend):
-    assert aim("cuda", torch.bfloat16, "auto", target, head_dim)[0] == backend
+    assert backend_for(target, "auto", head_dim) == backend

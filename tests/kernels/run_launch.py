@@ -39,7 +39,7 @@ from fp8attn.kernels import append, combine, compile, decode, machine, prefill  
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, launch, recording  # noqa: E402
 from fp8attn.kernels.view import View  # noqa: E402
-from fp8attn.precompile.calls import Layer, attend, quantize  # noqa: E402
+from fp8attn.precompile.calls import Layer, attend, from_dense  # noqa: E402
 from fp8attn.precompile.target import TARGETS  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -248,12 +248,12 @@ def warmed() -> dict:
     machine.plan_for(TARGETS["sm_90"])
     compiled_as, answers = [], []
     layer = Layer(
-        12, 6, 64, dtype="float16", key_dtype="e4m3", k_mean=True, attention=frozenset({"sinks"})
+        12, 6, 64, dtype=torch.float16, key_dtype="e4m3", k_mean=True, attention=frozenset({"sinks"})
     )  # as no other call here
     calls = [
         lambda: attend(layer, 2, 3, 1), lambda: attend(layer, 33, 3, 1, leftpad=True, ragged=50),
         lambda: attend(layer, 1, 256, 0), lambda: attend(layer, 1, 128, 64),
-        lambda: quantize(layer, 300), lambda: quantize(replace(layer, k_mean=False), 300),
+        lambda: from_dense(layer, 300), lambda: from_dense(replace(layer, k_mean=False), 300),
     ]  # fmt: skip
     with recording(dry=True) as launches:
         for call in calls:

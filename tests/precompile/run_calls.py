@@ -30,13 +30,14 @@ from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.pages import KVPages
 from fp8attn.params import BackendName
-from fp8attn.precompile.calls import DTYPES, Layer, launches
+from fp8attn.precompile import first
+from fp8attn.precompile.calls import Layer, calls_of
 from fp8attn.precompile.target import TARGETS
 
 LLAMA = Layer(32, 8, 128)
 CASES = {
     "llama": [LLAMA],
-    "llama, float16, e4m3": [replace(LLAMA, dtype="float16", key_dtype="e4m3", rotate_keys=False)],
+    "llama, float16, e4m3": [replace(LLAMA, dtype=torch.float16, key_dtype="e4m3", rotate_keys=False)],
     "d64": [Layer(12, 12, 64)],
     "d256": [Layer(8, 4, 256)],
     "d80": [Layer(32, 1, 80)],
@@ -91,7 +92,7 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
     """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
-    dtype = DTYPES[layer.dtype]
+    dtype = layer.dtype
     pages = held(layer, batch, before + tokens)
     has = layer.attention
     options = {
@@ -126,7 +127,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:
     """Attention with as many keys as queries, in both memory orders."""
-    dtype = DTYPES[layer.dtype]
+    dtype = layer.dtype
     group = layer.num_q_heads // layer.num_kv_heads
     for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
         q, k = (
@@ -184,7 +185,7 @@ def main() -> None:
         layers = [replace(layer, backend=backend(PageSpec.of(layer.head_dim).name)) for layer in layers]
         known: dict = {}
         for layer in layers:
-            known |= launches(layer)
+            known |= first.record(calls_of(layer))
         missing, count = {}, 0
         of_pages, of_dense = set(), set()
         for layer in layers:

@@ -115,7 +115,7 @@ def main() -> None:
     known: set[tuple] = set()
 
     def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
-        known.update(first.record(calls, None))
+        known.update(first.record(calls))
 
     first.prepare = prepare
     found = {}
@@ -123,11 +123,11 @@ def main() -> None:
         known.clear()
         with recording(dry=True) as made:
             case()
-            launched = {(None, specialization(launch)) for launch in made}
+            launched = {specialization(launch) for launch in made}
         found[name] = {
             "launched": len(made), "kernels": len(known),
-            "missing": sorted(str(key[1][::2]) for key in launched - known),
-            "unused": sorted(key[1][0] for key in known - launched),
+            "missing": sorted(str(key[::2]) for key in launched - known),
+            "unused": sorted(key[0] for key in known - launched),
         }  # fmt: skip
     print(json.dumps(found))
 

@@ -17,8 +17,8 @@ from functools import partial
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import plan_for
-from fp8attn.precompile import calls
-from fp8attn.precompile.calls import Layer, launches
+from fp8attn.precompile import calls, first
+from fp8attn.precompile.calls import Layer
 from fp8attn.precompile.target import TARGETS
 
 SHAPES = {"llama": (32, 8, 128), "qwen": (12, 2, 128), "mha": (24, 24, 128), "d64": (12, 12, 64)}
@@ -26,7 +26,7 @@ MOST = 1 << 18  # queries of a dense call
 SAMPLES = 200  # lengths from 257 to 131,072
 
 
-def calls_of(layer: Layer) -> Iterator[tuple[str, Callable[[], None]]]:
+def sampled(layer: Layer) -> Iterator[tuple[str, Callable[[], None]]]:
     """Prompts whole and in chunks, appends, and dense calls with as many keys as queries, with other numbers of keys,
     and with few.
     """
@@ -36,7 +36,7 @@ def calls_of(layer: Layer) -> Iterator[tuple[str, Callable[[], None]]]:
         held = draw.choice((0, 0, 1, 7, 100, 1000))
         yield f"{tokens} tokens after {held} pages", partial(calls.attend, layer, 1, tokens, held)
         yield f"append of {tokens}", partial(calls.append, layer, tokens, False)
-        yield f"quantization of {tokens}", partial(calls.quantize, layer, tokens)
+        yield f"quantization of {tokens}", partial(calls.from_dense, layer, tokens)
         for batch in {1, draw.choice((2, 3, 5, 16))}:
             if batch * tokens <= MOST:
                 for causal in (True, False):
@@ -56,8 +56,8 @@ def main() -> None:
     found = {}
     for name in sys.argv[1:] or SHAPES:
         layer = Layer(*SHAPES[name])
-        known, missing, count = launches(layer), {}, 0
-        for said, call in calls_of(layer):
+        known, missing, count = first.record(calls.calls_of(layer)), {}, 0
+        for said, call in sampled(layer):
             with recording(dry=True) as made:
                 call()
             count += len(made)

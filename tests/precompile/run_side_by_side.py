@@ -40,6 +40,11 @@ class Terminal(io.StringIO):
         return True
 
 
+def unprepared() -> list[str]:
+    """The kernels of the calls that `prepare` has not compiled."""
+    return [made.kernel.fn.__name__ for key, made in first.record(CALLS).items() if (None, key) not in first._ready]
+
+
 def main() -> None:
     machine.machine = lambda device: TARGETS["sm_80"]
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -52,24 +57,24 @@ def main() -> None:
         compiled.append(src.name),
         threads.add(threading.current_thread().name),
     )
-    loaded = compile.loaded
+    compiling = compile.compiled
 
-    def load(kernel: Any, *args: Any) -> Any:
+    def load(kernel: Any, *args: Any, **target: Any) -> Any:
         if kernel.fn.__name__ == FAILS:
             raise OSError("no space left")
-        return loaded(kernel, *args)
+        return compiling(kernel, *args, **target)
 
-    launches = first.record(CALLS, None)
+    launches = first.record(CALLS)
     with compile.compiling_for(GPUTarget("cuda", 80, 32)), patch.object(sys, "stderr", Terminal()) as terminal:
-        with patch.object(compile, "loaded", load), patch.object(first, "QUIET", 0.0):
+        with patch.object(compile, "compiled", load), patch.object(first, "QUIET", 0.0):
             first.prepare(GPU, CALLS)
         shown = terminal.getvalue()
-        left = [made.kernel.fn.__name__ for made in first.record(CALLS, None).values()]
+        left = unprepared()
         first.prepare(GPU, CALLS)
     print(json.dumps({
         "names": [made.kernel.fn.__name__ for made in launches.values()], "compiled": compiled,
         "threads": sorted(threads), "left": left,
-        "shown": shown, "logged": logged.getvalue(), "at last": list(first.record(CALLS, None)),
+        "shown": shown, "logged": logged.getvalue(), "at last": unprepared(),
         "alive": threading.active_count(),
     }))  # fmt: skip
 

@@ -311,7 +311,7 @@ class PagedKVCache:
                 changing = options_of(
                     window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
                 )
-                self.ahead.attend(self, layer, q, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
+                self.ahead.attend(self, layer, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
         cu_seqlens, longest = (None, None) if step is None else (step.cu_seqlens, step.longest)
         return ops.attention(
             q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale,
@@ -527,7 +527,7 @@ class PagedKVCache:
             return KVPages.trusted(pages.pool, table.page_table, lengths, pages.format)
         return pages.pages(table.page_table, lengths, table.num_pages)
 
-    def kernel_layers(self, backend: BackendName, dtype: str) -> set[KernelLayer]:
+    def kernel_layers(self, backend: BackendName, dtype: torch.dtype) -> set[KernelLayer]:
         """The different formats of the layers, for `precompile`. The number of query heads is not known here."""
         return {
             KernelLayer(

@@ -315,12 +315,9 @@ def _prepare(
     if (name := find(backend, device, dtype, PageSpec.of(shape[-1], key_dtype).name).name) == "reference":
         return
     batch, heads, q_len, head_dim = shape
-    dtypes = {value: key for key, value in calls.DTYPES.items()}
-    layer = calls.Layer(
-        heads, num_kv_heads, head_dim, dtype=dtypes[dtype], backend=name, key_dtype=key_dtype, rotate_keys=rotate_keys
-    )  # fmt: skip
+    layer = calls.Layer(heads, num_kv_heads, head_dim, dtype, name, key_dtype, rotate_keys)
     attend = partial(calls.attend_new, layer, batch, min(q_len, kv_len) if is_causal else q_len, is_causal, kv_len)
-    first.prepare(device, [attend, partial(calls.quantize, layer, kv_len)])
+    first.prepare(device, [attend, partial(calls.from_dense, layer, kv_len)])
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:

@@ -85,47 +85,44 @@ def warmup(
             Triton's interpreter, or has planned launches for another GPU.
         Exception: a kernel did not compile; Triton's error.
     """
-    given = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != (3 if config is None else 0):
+    shape = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    if len(shape) != (3 if config is None else 0):
         raise UsageError(
-            f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {given or 'neither'}"
+            f"give a transformers config, or all of num_q_heads, num_kv_heads and head_dim; got {shape or 'neither'}"
         )
     if isinstance(attention, str):
         raise UsageError(f"attention is a collection of options: pass ({attention!r},)")
-    if config is not None:
+    options = {*attention}
+    windowed: dict[tuple[int, int, int], bool] = {}  # by shape, whether an `FP8Cache` has windows of such layers
+    if num_q_heads is not None and num_kv_heads is not None and head_dim is not None:
+        windowed[num_q_heads, num_kv_heads, head_dim] = False
+    else:
         from .transformers.config import has_sinks, has_softcap, layers_of
 
-        specs = [spec for spec in layers_of(config) if spec.in_pages]
-        windowed = {(spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs if spec.is_windowed}
-        shapes = dict.fromkeys((spec.num_q_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
-        attention = [
-            *attention,
-            *(("softcap",) if has_softcap(config) else ()),
-            *(("sinks",) if has_sinks(config) else ()),
-        ]
-    else:
-        assert num_q_heads is not None and num_kv_heads is not None and head_dim is not None
-        shapes, windowed = dict.fromkeys([(num_q_heads, num_kv_heads, head_dim)]), set()
-    if unknown := sorted({*attention} - {*get_args(AttentionOption)}):
+        for spec in layers_of(config):
+            if spec.in_pages:
+                size = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
+                windowed[size] = windowed.get(size, False) or spec.is_windowed
+        if has_softcap(config):
+            options.add("softcap")
+        if has_sinks(config):
+            options.add("sinks")
+    if unknown := sorted(options - {*get_args(AttentionOption)}):
         raise UsageError(f"attention may have {', '.join(get_args(AttentionOption))}; got {', '.join(unknown)}")
-    names = {value: name for name, value in DTYPES.items()}
-    if dtype not in names:
+    if dtype not in DTYPES.values():
         raise UsageError(
             f"dtype must be the model's, torch.bfloat16 or torch.float16, which the kernels take; got {dtype!r}"
         )
-    has_means = [True] if static_scales else [False, True] if means else [False]
     layers: list[Layer] = []
-    for shape in shapes:
-        layer = Layer(
-            *shape, dtype=names[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
-            static_scales=static_scales,
-            advance=advance,
-        )  # fmt: skip
-        has = frozenset([*attention, *(("window",) if shape in windowed else ())])
-        layers += [
-            replace(layer, k_mean=mean, v_mean=mean, attention=options)
-            for mean in has_means
-            for options in dict.fromkeys((has - {"window"}, has))
-        ]
+    for size, has_window in windowed.items():
+        for has_means in [True] if static_scales else [False, True] if means else [False]:
+            layer = Layer(
+                *size, dtype=dtype, backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys, k_mean=has_means,
+                v_mean=has_means, static_scales=static_scales, advance=advance,
+                attention=frozenset(options - {"window"}),
+            )  # fmt: skip
+            layers.append(layer)
+            if has_window or "window" in options:
+                layers.append(replace(layer, attention=layer.attention | {"window"}))
     return compile_kernels(layers, device, target=target, threads=threads, progress=progress)

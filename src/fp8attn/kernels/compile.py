@@ -2,8 +2,8 @@
 
     with launch.recording(dry=True) as launches:
         ops.attention(q, pages, backend="hopper")
-    for made in launches:
-        kernel = compiled(made.kernel, made.args, made.constants)
+    for launch in launches:
+        kernel = compiled(launch.kernel, launch.args, launch.constants)
         print(kernel.metadata.shared, kernel.asm["ptx"])
 
 Triton itself binds and specializes the arguments, in `JITFunction.warmup`. Only its driver, which needs libcuda and a
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from .keys import compute_key
-from .launch import Constants, Counters, Launch, Tiles
+from .launch import Constants, Launch, Tiles, arguments
 from .operands import direct_operands
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -50,26 +49,21 @@ class _Driver:
 
 
 @contextmanager
-def _active(replacement: _Driver) -> Iterator[None]:
-    """Make `replacement` Triton's driver for a while."""
+def compiling_for(target: GPUTarget) -> Iterator[None]:
+    """Make Triton compile for `target` for a while, in all threads, without a GPU."""
     try:
         before = driver.active
     except RuntimeError:  # without a GPU there is none
         before = None
-    driver.set_active(replacement)
+    driver.set_active(_Driver(target))
     try:
         yield
     finally:
         driver.set_active(before)
 
 
-def compiling_for(target: GPUTarget) -> AbstractContextManager[None]:
-    """Make Triton compile for `target` for a while, in all threads, without a GPU."""
-    return _active(_Driver(target))
-
-
 def compiled(
-    kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget = HOPPER
+    kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any], target: GPUTarget | None = HOPPER
 ) -> CompiledKernel:
     """The kernel that Triton compiles for `kernel[grid](*args, **constants)` on a GPU of `target`.
 
@@ -79,7 +73,8 @@ def compiled(
             float, None. Tensors may be on any device, "meta" too, where an address is an offset. Triton specializes on
             whether an address is a multiple of 16; those of counters are.
         constants: constexpr parameters and options (`num_warps`, ...).
-        target: the GPU to compile for.
+        target: the GPU to compile for. None: the current device. Triton then has the kernel in memory, and the first
+            launch finds it there.
 
     Returns:
         The compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata`. Triton's cache on disk holds it, too.
@@ -89,15 +84,11 @@ def compiled(
     """
     if not isinstance(kernel, JITFunction):
         raise TypeError(f"{kernel!r} cannot be compiled. Unset TRITON_INTERPRET before Triton is imported.")
-    with compiling_for(target):
-        return loaded(kernel, args, constants)
-
-
-def loaded(kernel: JITFunction, args: Sequence[Any], constants: Mapping[str, Any]) -> CompiledKernel:
-    """`compiled` for the current device. Triton then has the kernel in memory, and the first launch finds it there."""
     compute_key(kernel)
-    with direct_operands(constants.operands if isinstance(constants, Constants) else "none"):
-        return kernel.warmup(*map(_argument, args), grid=(1,), **constants)
+    operands = constants.operands if isinstance(constants, Constants) else "none"
+    values = arguments(args, lambda count: torch.empty(count, dtype=torch.int32, device="meta"))
+    with nullcontext() if target is None else compiling_for(target), direct_operands(operands):
+        return kernel.warmup(*values, grid=(1,), **constants)
 
 
 def ptxas_version(target: GPUTarget) -> str:
@@ -107,49 +98,29 @@ def ptxas_version(target: GPUTarget) -> str:
     return get_ptxas_version(target.arch) if target.backend == "cuda" else ""
 
 
-def _argument(x: Any) -> Any:
-    """An argument of `launch.launch` in the form that Triton takes."""
-    if isinstance(x, Tiles):
-        return x.descriptor()
-    if isinstance(x, Counters):
-        return torch.empty(x.count, dtype=torch.int32, device="meta")
-    return x
-
-
 def build_launcher(program: CompiledKernel) -> None:
     """Build the C function that launches `program` with Triton 3.6, whose first launch of every signature calls a C
     compiler.
 
     It does nothing without a libcuda to link with, or with a later version of Triton, which needs no such function.
     """
-    module, launcher = _driver(program.metadata.target)
-    if hasattr(module, "make_launcher") and _links(module):
-        getattr(module, launcher)(program.src, program.metadata)
+    is_amd = program.metadata.target.backend == "hip"
+    driver = sys.modules[backends["amd" if is_amd else "nvidia"].driver.__module__]
+    if hasattr(driver, "make_launcher"):
+        try:
+            getattr(driver, "libcuda_dirs", list)()
+        except (AssertionError, OSError):  # no libcuda; no ldconfig to look for it
+            return
+        (driver.HIPLauncher if is_amd else driver.CudaLauncher)(program.src, program.metadata)
 
 
-_BACKENDS = {"cuda": ("nvidia", "CudaLauncher"), "hip": ("amd", "HIPLauncher")}
-
-
-def _driver(target: GPUTarget) -> tuple[ModuleType, str]:
-    """The module of Triton's driver for `target`, and the name of its class of launchers."""
-    name, launcher = _BACKENDS[target.backend]
-    return sys.modules[backends[name].driver.__module__], launcher
-
-
-def _links(module: ModuleType) -> bool:
-    """Whether the C functions of a driver's module can be linked here."""
-    try:
-        return bool(getattr(module, "libcuda_dirs", lambda: True)())
-    except (AssertionError, OSError):  # no libcuda; no ldconfig to look for it
-        return False
-
-
-def specialization(made: Launch) -> tuple:
+def specialization(launch: Launch) -> tuple:
     """A key of a launch: launches with equal keys have the same compiled kernel. It covers at least what Triton
     specializes on.
     """
-    kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(made.args, made.kernel.params, strict=False))
-    return made.kernel.fn.__qualname__, tuple(sorted(made.constants.items(), key=str)), kinds
+    kernel, _, args, constants, _ = launch
+    kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(args, kernel.params, strict=False))
+    return kernel.fn.__qualname__, tuple(sorted(constants.items(), key=str)), kinds
 
 
 def _kind(x: Any, plain: bool) -> Any:

@@ -60,6 +60,11 @@ class Counters(NamedTuple):
     count: int
 
 
+def arguments(args: Sequence, zeros: Callable[[int], torch.Tensor]) -> list:
+    """`args` in the form that Triton takes. `zeros` makes counters."""
+    return [x.descriptor() if isinstance(x, Tiles) else zeros(x.count) if isinstance(x, Counters) else x for x in args]
+
+
 class Constants(dict):
     """The constexpr parameters and the options (`num_warps`, ...) of launches of one kernel on one device.
 
@@ -179,9 +184,10 @@ def recording(dry: bool = False) -> Iterator[list[Launch]]:
     get them.
     """
     around = _recording.launches, _recording.dry
-    _recording.launches, _recording.dry = made = [], dry
+    launches: list[Launch] = []
+    _recording.launches, _recording.dry = launches, dry
     try:
-        yield made[0]
+        yield launches
     finally:
         _recording.launches, _recording.dry = around
 
@@ -225,10 +231,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
             )
             break
     else:
-        values = [x.descriptor() if isinstance(x, Tiles) else x for x in args]
-        for i, x in enumerate(values):
-            if isinstance(x, Counters):
-                values[i] = counters(device, stream, x.count)
+        values = arguments(args, lambda count: counters(device, stream, count))
         compute_key(kernel)
         with direct_operands(constants.operands):
             program = kernel[grid](*values, **constants)

@@ -8,27 +8,26 @@ nothing.
 
 | file | what |
 |---|---|
-| `calls.py` | `Layer`, the calls that it makes, and the kernels that these launch |
-| `first.py` | the threads that compile, and the kernels of a cache's next calls |
-| `cores.py` | how many are compiled at a time |
-| `target.py` | the GPU that kernels are compiled for |
+| `calls.py` | `Layer`, and the calls that it makes |
+| `first.py` | the kernels that calls launch, and the threads that compile them |
+| `target.py` | the GPU, or the architecture without one, that kernels are compiled for |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, as_completed
-from contextlib import nullcontext
+from concurrent.futures import as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..errors import UsageError
-from ..kernels.machine import plans_are_for
+from ..kernels.machine import machine, plans_are_for
 from . import first
-from .calls import DTYPES, Layer, launches
-from .target import aim, indexed
+from .calls import Layer, calls_of
+from .target import TARGETS, backend_for, backend_on, gpu
 
 
 class Kernel(NamedTuple):
@@ -62,16 +61,22 @@ def compile_kernels(
             for another GPU, or runs Triton's interpreter.
         Exception: a kernel did not compile; Triton's error.
     """
-    aims = {
-        dim: aim(device, DTYPES[layers[0].dtype], layers[0].backend, target, dim)
-        for dim in {layer.head_dim for layer in layers}
-    }
     from triton import knobs
     from triton.backends.compiler import GPUTarget
 
     from ..kernels.compile import compiling_for
 
-    _, triton_target, planned = aims[layers[0].head_dim]
+    index: int | None = None
+    driver: AbstractContextManager[None] = nullcontext()
+    if target is None:
+        device = gpu(device)
+        index, planned = device.index, machine(device)
+        backends = [backend_on(device, layer.dtype, layer.backend, layer.head_dim) for layer in layers]
+    elif target not in TARGETS:
+        raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
+    else:
+        driver, planned = compiling_for(GPUTarget("cuda", int(target.removeprefix("sm_")), 32)), TARGETS[target]
+        backends = [backend_for(target, layer.backend, layer.head_dim) for layer in layers]
     if knobs.runtime.interpret:
         raise UsageError(
             "warmup compiles kernels, and TRITON_INTERPRET=1 interprets them: unset it before Triton is imported"
@@ -81,20 +86,13 @@ def compile_kernels(
             f"this process has planned launches for another GPU than {target or device}: run warmup in a process of "
             f"its own"
         )
-    index = indexed(device).index if target is None else None
-
-    def report(jobs: set[Future[float]]) -> None:
-        for done, _ in enumerate(as_completed(jobs), 1):
-            if progress is not None:
-                progress(done, len(jobs))
-
-    with first.one_at_a_time, nullcontext() if target is None else compiling_for(GPUTarget(*triton_target)):
-        found: dict[tuple, Any] = {}
-        for layer in layers:
-            found |= {
-                (index, key): made for key, made in launches(replace(layer, backend=aims[layer.head_dim][0])).items()
-            }
+    layers = [replace(layer, backend=backend) for layer, backend in zip(layers, backends, strict=True)]
+    with first.one_at_a_time, driver:
+        launches = first.record(call for layer in layers for call in calls_of(layer))
         if progress is not None:
-            progress(0, len(found))
-        jobs = first.compile_side_by_side(found, index, report, threads)
-    return [Kernel(found[key].kernel.fn.__name__, job.result()) for key, job in jobs.items()]
+            progress(0, len(launches))
+        with first.compiling(launches, index, threads) as jobs:
+            for done, _ in enumerate(as_completed(jobs.values()), 1):
+                if progress is not None:
+                    progress(done, len(jobs))
+    return [Kernel(launches[key].kernel.fn.__name__, job.result()) for key, job in jobs.items()]

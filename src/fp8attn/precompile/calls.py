@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,19 +17,16 @@ from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import MOST_DENSE, Append, AttentionOption, AttentionParams, BackendName
 
-if TYPE_CHECKING:
-    from ..kernels.launch import Launch
-
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# The grid: new tokens of a sequence, sequences, and pages before the new tokens. `_calls` combines them.
+# The grid: new tokens of a sequence, sequences, and pages before the new tokens. `calls_of` combines them.
 STEPS = range(1, 17)
 PROMPTS = (
     17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 193, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288,
     16384, 24576, 32768,
 )  # fmt: skip
 BATCHES = 1, 2, 4, 8, 64
-HELD = 0, 8, 64, 512
+BEFORE = 0, 8, 64, 512
 MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
 
@@ -41,7 +37,7 @@ class Layer:
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim: the layer's shape.
-        dtype: the dtype of queries, keys and values: `"bfloat16"` or `"float16"`.
+        dtype: the dtype of queries, keys and values: bfloat16 or float16.
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
         k_mean, v_mean: whether there are static means.
@@ -53,7 +49,7 @@ class Layer:
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
-    dtype: str = "bfloat16"
+    dtype: torch.dtype = torch.bfloat16
     backend: BackendName = "hopper"
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
     rotate_keys: bool = True
@@ -87,25 +83,8 @@ class Layer:
         return self.advance and not self.static_scales
 
 
-def launches(layer: Layer) -> dict[tuple, Launch]:
-    """One launch of each kernel that the layer's calls of the grid use, by its specialization, on the machine of
-    `plan_for`.
-    """
-    from ..kernels.compile import specialization
-    from ..kernels.launch import recording
-
-    found: dict[tuple, Launch] = {}
-    with recording(dry=True) as made:
-        for call in _calls(layer):
-            call()
-            for launch in made:
-                found.setdefault(specialization(launch), launch)
-            made.clear()
-    return found
-
-
-def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
-    """The layer's calls of the grid."""
+def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
+    """The layer's calls of the grid, on the machine of `plan_for`."""
     # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not
     # on the pages.
     most_few = 0
@@ -119,11 +98,11 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
         for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
             if batch * tokens > MOST:
                 break
-            for held in HELD[:1] if few else HELD:
-                yield partial(attend, layer, batch, tokens, held)
-                yield partial(attend, layer, batch, tokens, held, leftpad=True)
+            for before in BEFORE[:1] if few else BEFORE:
+                yield partial(attend, layer, batch, tokens, before)
+                yield partial(attend, layer, batch, tokens, before, leftpad=True)
                 for ragged in {batch * tokens, tokens + batch - 1}:
-                    yield partial(attend, layer, batch, tokens, held, ragged=ragged)
+                    yield partial(attend, layer, batch, tokens, before, ragged=ragged)
             if not few or tokens == 1:
                 yield partial(attend, layer, batch, tokens, 0, causal=False)
             for causal in (True, False) if layer.has_dense_calls else ():
@@ -131,9 +110,9 @@ def _calls(layer: Layer) -> Iterator[Callable[[], None]]:
         for ragged in (False, True):
             yield partial(append, layer, tokens, ragged)
         if layer.begins_dense:
-            yield partial(quantize, layer, tokens)
+            yield partial(from_dense, layer, tokens)
         if layer.has_dense_calls:
-            yield partial(quantize, dense, tokens)
+            yield partial(from_dense, dense, tokens)
     # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles
     # in 0.5 s.
     for splits in (1 << bits for bits in range(1, 8)):
@@ -146,57 +125,55 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
-    form = _format(layer)
-    pool = _empty(batch * columns, layer.num_kv_heads, form.layout.nbytes, dtype=torch.uint8)
-    table = _empty(batch, columns, dtype=torch.int32)
-    lengths = torch.zeros(
-        batch, dtype=torch.int32
-    )  # `append` adds to them, and torch's `diff` on "meta" takes seconds to import
-    return KVPages.trusted(pool, table, lengths, form)
+    format = _format(layer)
+    pool = _empty(batch * columns, layer.num_kv_heads, format.layout.nbytes, dtype=torch.uint8)
+    # `append` adds to the lengths, and torch's `diff` on "meta" takes seconds to import.
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    return KVPages.trusted(pool, _empty(batch, columns, dtype=torch.int32), lengths, format)
 
 
 def _format(layer: Layer) -> KVFormat:
     mean = _empty(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
-    form = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
-    return form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
+    format = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
+    return format.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
 
 
 def attend(
-    layer: Layer, batch: int, tokens: int, held: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True
+    layer: Layer, batch: int, tokens: int, before: int, *, leftpad: bool = False, ragged: int = 0, causal: bool = True
 ) -> None:
     """Attention of `tokens` new tokens of each sequence (of `ragged` tokens in all, if it is not 0) to a cache with
-    older pages.
+    `before` older pages.
     """
-    dtype = DTYPES[layer.dtype]
-    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
-    for window in WINDOWS if "window" in layer.attention and causal else (0,):
+    options = layer.attention
+    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=layer.dtype)
+    for window in WINDOWS if "window" in options and causal else (0,):
         params = AttentionParams(
             cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
             max_seqlen_q=tokens,
             causal=causal,
             softmax_scale=1.0,
             window=window,
-            softcap=30.0 if "softcap" in layer.attention else 0.0,
-            sinks=_empty(layer.num_q_heads, dtype=dtype) if "sinks" in layer.attention else None,
+            softcap=30.0 if "softcap" in options else 0.0,
+            sinks=_empty(layer.num_q_heads, dtype=layer.dtype) if "sinks" in options else None,
             leftpad_k=_empty(batch, dtype=torch.int32) if leftpad else None,
-            exact="exact" in layer.attention,
-            batch_invariant="batch_invariant" in layer.attention,
+            exact="exact" in options,
+            batch_invariant="batch_invariant" in options,
         )
-        load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + held), params)
+        load(layer.backend).attention(q, _pages(layer, batch, -(-tokens // PAGE_SIZE) + before), params)
 
 
 def attend_new(layer: Layer, batch: int, tokens: int, causal: bool, keys: int = 0) -> None:
     """Attention of a dense call, over pages that it has just written. `keys`: their tokens, if it is not as many as
     queries.
     """
-    q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=layer.dtype)
     pages = _pages(layer, batch, -(-(keys or tokens) // PAGE_SIZE))
     load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=keys or tokens)
 
 
 def append(layer: Layer, tokens: int, ragged: bool) -> None:
     """Append to a cache of two sequences that has tokens."""
-    x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=DTYPES[layer.dtype])
+    x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype)
     load(layer.backend).append(
         _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x,
         Append(
@@ -207,9 +184,9 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
     )  # fmt: skip
 
 
-def quantize(layer: Layer, tokens: int) -> None:
+def from_dense(layer: Layer, tokens: int) -> None:
     """Quantize the first tokens of a growing cache, or the keys of a dense call."""
-    x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=DTYPES[layer.dtype])
+    x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=layer.dtype)
     load(layer.backend).from_dense(x, x, _format(layer))
 
 
@@ -219,10 +196,10 @@ def _combine(layer: Layer, splits: int, tokens: int) -> None:
 
     rows = tokens * layer.num_q_heads
     # `prefill` passes sinks in float32, the portable kernels in their own dtype.
-    sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else DTYPES[layer.dtype])
+    sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else layer.dtype)
     combine(
         _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
         sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.head_dim,
-        dtype=DTYPES[layer.dtype]),
+        dtype=layer.dtype),
         _empty(tokens, layer.num_q_heads, dtype=torch.float32),
     )  # fmt: skip

@@ -10,16 +10,16 @@ cache on disk takes milliseconds; one that this process has prepared costs nothi
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from .cores import cores
 
 if TYPE_CHECKING:
     from ..kernels.launch import Launch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 QUIET = 1.0  # seconds before progress is shown: kernels on disk load in less
 
-_ready: set[tuple] = set()  # the GPU's index and the specialization of each kernel that was prepared
+_ready: set[tuple] = set()  # the GPU's index and the specialization of each kernel that was compiled
 one_at_a_time = Lock()  # two threads that make the same first calls compile once
 
 
@@ -46,73 +46,76 @@ def prepare(device: torch.device, calls: Iterable[Callable[[], None]]) -> None:
     from ..kernels.machine import machine, plans_are_for
 
     with one_at_a_time:
-        if plans_are_for(machine(device)):
-            launches = record(calls, device.index)
-            for key, job in compile_side_by_side(launches, device.index).items():
-                if (error := job.exception()) is not None:
-                    logger.warning(
-                        "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
-                        launches[key].kernel.fn.__name__, type(error).__name__,
-                        (str(error).strip() or "no message").splitlines()[0],
-                    )  # fmt: skip
+        if not plans_are_for(machine(device)):
+            return
+        launches = {key: launch for key, launch in record(calls).items() if (device.index, key) not in _ready}
+        if not launches:
+            return
+        with compiling(launches, device.index) as jobs:
+            _show([*jobs.values()])
+        for key, job in jobs.items():
+            if (error := job.exception()) is not None:
+                logger.warning(
+                    "%s did not compile before it was needed (%s: %s). Its launch compiles it again.",
+                    launches[key].kernel.fn.__name__, type(error).__name__,
+                    (str(error).strip() or "no message").splitlines()[0],
+                )  # fmt: skip
 
 
-def record(calls: Iterable[Callable[[], None]], index: int | None) -> dict[tuple, Launch]:
-    """One launch of each kernel that the calls use and that was not prepared on the GPU with this index, by `_ready`'s
-    key.
-    """
+def record(calls: Iterable[Callable[[], None]]) -> dict[tuple, Launch]:
+    """One launch of each kernel that the calls use, by its specialization, on the machine of `plan_for`."""
     from ..kernels.compile import specialization
     from ..kernels.launch import recording
 
-    with recording(dry=True) as made:
+    launches: dict[tuple, Launch] = {}
+    with recording(dry=True) as recorded:
         for call in calls:
             call()
-    found = {(index, specialization(launch)): launch for launch in reversed(made)}
-    return {key: launch for key, launch in found.items() if key not in _ready}
+            for launch in recorded:
+                launches.setdefault(specialization(launch), launch)
+            recorded.clear()
+    return launches
 
 
-def compile_side_by_side(
-    launches: dict[tuple, Launch],
-    index: int | None,
-    wait_for: Callable[[set[Future[float]]], None] | None = None,
-    threads: int | None = None,
-) -> dict[tuple, Future[float]]:
-    """Compile these kernels in threads, for the GPU with this index, or for Triton's current driver without one.
+@contextmanager
+def compiling(
+    launches: Mapping[tuple, Launch], index: int | None, threads: int | None = None
+) -> Iterator[dict[tuple, Future[float]]]:
+    """Compile these kernels in threads while this lasts; it ends when all are compiled.
 
     Args:
-        wait_for: waits until the jobs have ended. Default: it shows progress if this takes longer than a moment.
-        threads: how many compile at a time. Default: one for each core.
-    Returns:
-        The jobs, which have ended: seconds, or what Triton raised.
+        launches: at least one, by the specialization.
+        index: of the GPU. None: compile for Triton's current driver, without a GPU.
+        threads: how many compile at a time. Default: one for each core that this process may use.
+    Yields:
+        By the specialization, the job that compiles the kernel: its wall time in seconds, or what Triton raised.
     """
-    from ..kernels.compile import build_launcher, loaded
+    from ..kernels.compile import build_launcher, compiled
     from ..kernels.keys import compute_key
 
-    if not launches:
-        return {}
-    for made in launches.values():
-        compute_key(made.kernel)  # in one thread: its keys depend on what it has computed
+    for launch in launches.values():
+        compute_key(launch.kernel)  # in one thread: its keys depend on what it has computed
 
-    def compile(made: Launch) -> float:
+    def compile(launch: Launch) -> float:
         begun = time.perf_counter()
         with torch.accelerator.device_index(index):  # each thread has a current device of its own
-            build_launcher(loaded(made.kernel, made.args, made.constants))
+            build_launcher(compiled(launch.kernel, launch.args, launch.constants, target=None))
         return time.perf_counter() - begun
 
-    pool = ThreadPoolExecutor(min(len(launches), threads or cores()), "fp8attn-compile")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(min(len(launches), threads or cores), "fp8attn-compile")
     slowest_first = sorted(launches, key=lambda key: not launches[key].kernel.fn.__name__.startswith("prefill"))
     try:
         jobs = {key: pool.submit(compile, launches[key]) for key in slowest_first}
-        (wait_for or _wait)({*jobs.values()})
+        yield jobs
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # an interrupted call does not wait for kernels that compile
         raise
     pool.shutdown()  # no thread is left when the caller may fork
-    _ready.update(key for key, job in jobs.items() if job.exception() is None)
-    return jobs
+    _ready.update((index, key) for key, job in jobs.items() if job.exception() is None)
 
 
-def _wait(jobs: set[Future[Any]]) -> None:
+def _show(jobs: list[Future[Any]]) -> None:
     """Wait for all jobs. From `QUIET` seconds on, a terminal or a notebook shows how many of the others are done, in
     one line.
     """

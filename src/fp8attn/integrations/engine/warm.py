@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from ...params import AttentionOption, options_of
+from ...params import options_of
 from ...precompile import Kernel
 from ..warmup import warmup
 from .layer import EngineLayer
 
 logger = logging.getLogger(__name__)
+_warm: set[str] = set()  # the calls of `warmup` that this process has made
 
 
 def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device) -> None:
@@ -30,49 +31,38 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
         dtype: of queries, keys and values.
         device: the GPU.
     """
-    layers = list(layers)
-    means = any(layer.has_means for layer in layers)
-    for layer in layers:
-        _compile(
-            layer.num_q_heads, layer.num_kv_heads, layer.head_dim, dtype, device, layer.options.key_dtype,
-            means, layer.has_static_scales, _of_attention(layer),
-        )  # fmt: skip
-
-
-def _of_attention(layer: EngineLayer) -> frozenset[AttentionOption]:
-    return options_of(
-        window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
-        batch_invariant=layer.batch_invariant
-    )  # fmt: skip
-
-
-@cache
-def _compile(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, key_dtype: Any,
-    means: bool,
-    static_scales: bool, attention: frozenset[AttentionOption],
-) -> None:  # fmt: skip
     import triton  # an engine for CPUs may lack it
 
-    begun = time.perf_counter()
-    given = dict(
-        num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, key_dtype=key_dtype,
-        means=means,
-        static_scales=static_scales, attention=sorted(attention), advance=False,
-    )  # fmt: skip
+    layers = list(layers)
+    means = any(layer.has_means for layer in layers)
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    load = partial(warmup, **given, device=device)
-    kernels = _first(folder, (given, metadata.version("fp8attn"), triton.__version__), load) or load()
-    logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
+    for layer in layers:
+        attention = options_of(
+            window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
+            batch_invariant=layer.batch_invariant,
+        )  # fmt: skip
+        options: dict[str, Any] = dict(
+            num_q_heads=layer.num_q_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, dtype=dtype,
+            key_dtype=layer.options.key_dtype, means=means, static_scales=layer.has_static_scales,
+            attention=sorted(attention), advance=False,
+        )  # fmt: skip
+        if (call := repr((options, device))) in _warm:
+            continue
+        begun = time.perf_counter()
+        load = partial(warmup, **options, device=device)
+        versions = metadata.version("fp8attn"), triton.__version__
+        kernels = _first(folder, (options, versions), load) or load()
+        _warm.add(call)
+        logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
 
 
-def _first(folder: Path, given: Any, compile: Callable[[], list[Kernel]]) -> list[Kernel] | None:
+def _first(folder: Path, options: Any, compile: Callable[[], list[Kernel]]) -> list[Kernel] | None:
     """What `compile` returns in the first of a machine's processes that need the same kernels. The others wait for it,
     and get None: they find the kernels in Triton's cache, and load them side by side. Where a mark is out of date,
     several processes compile the same.
     """
-    mark = folder / f"fp8attn-{hashlib.sha256(repr(given).encode()).hexdigest()[:16]}.compiled"
+    mark = folder / f"fp8attn-{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}.compiled"
     if mark.exists():
         return None
     with FileLock(folder / "fp8attn.lock"):
