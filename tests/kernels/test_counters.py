@@ -23,19 +23,19 @@ def machine(monkeypatch):
 
     machine = Machine()
 
-    def kept(make, device):
+    def new_pool(count, device):
         assert not machine.capturing, "a pool is made while a graph is captured"
         machine.made += 1
-        return make(torch.device("cpu"))
+        return torch.zeros(count, dtype=torch.int32)
 
-    monkeypatch.setattr(module, "kept", kept)
+    monkeypatch.setattr(module, "_new_pool", new_pool)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: machine.capturing)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **kind: zeros(*shape, **kind))
     for name in ("_streams", "_pools"):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(module, "_low", set())
-    monkeypatch.setattr(module, "_made", [])
+    monkeypatch.setattr(module, "_all", [])
     return machine
 
 

@@ -16,14 +16,10 @@ Pools are never freed: CUDA does not tell when a graph is destroyed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVar
 
 import torch
-
-T = TypeVar("T")
 
 POOL = 1 << 20  # counters in a pool: 4 MB, a thousand captured launches of `decode` or a quarter million of `prefill`
 LOW = POOL // 4  # with fewer left, the next launch outside a graph makes a new pool
@@ -31,7 +27,7 @@ ALIGNED = 4  # counters: 16 bytes, the alignment that kernels are compiled for
 
 _streams: dict[tuple[int, int, int], torch.Tensor] = {}  # by device, stream and count
 _pools: dict[int, torch.Tensor] = {}  # by device, the unused counters
-_made: list[torch.Tensor] = []  # every pool
+_all: list[torch.Tensor] = []  # every pool
 _low: set[int] = set()  # devices whose pool is to be replaced
 _lock = Lock()
 
@@ -48,10 +44,8 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
         pool = _pools.get(device.index)
         if not capturing:
             if pool is None or len(pool) < max(LOW, count):
-                pool = _pools[device.index] = kept(
-                    lambda device: torch.zeros(max(POOL, count), dtype=torch.int32, device=device), device
-                )
-                _made.append(pool)
+                pool = _pools[device.index] = _new_pool(max(POOL, count), device)
+                _all.append(pool)
             _low.discard(device.index)
             if (zeros := _streams.get(key)) is not None:
                 return zeros
@@ -67,20 +61,19 @@ def counters(device: torch.device, stream: int, count: int) -> torch.Tensor:
     return zeros
 
 
-def kept(make: Callable[[torch.device], T], device: torch.device) -> T:
-    """The result of `make(device)`, complete for use on every stream. It must not be called while a stream is
-    capturing.
+def _new_pool(count: int, device: torch.device) -> torch.Tensor:
+    """`[count]` int32 zeros, complete for use on every stream. It must not be called while a stream is capturing.
 
-    `make` runs in another thread. The calling thread may be warming up for a CUDA graph
+    Another thread makes them. The calling thread may be warming up for a CUDA graph
     (`torch.compile(mode="reduce-overhead")`). Its memory would be allocated from the graph's pool, and no tensor of
     that pool may outlive the graph.
     """
 
-    def work() -> T:
+    def work() -> torch.Tensor:
         with torch.cuda.device(device):
-            made = make(device)
+            zeros = torch.zeros(count, dtype=torch.int32, device=device)
             torch.cuda.synchronize()
-            return made
+            return zeros
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
