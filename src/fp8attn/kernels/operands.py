@@ -54,8 +54,8 @@ def copies_operands() -> bool:
 
 def ptxas_release(said: str) -> tuple[int, ...]:
     """`(13, 4)` of what `ptxas --version` says."""
-    found = re.search(r"release (\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else ()
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    return tuple(map(int, release.groups())) if release else ()
 
 
 # The hook
@@ -145,7 +145,8 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
 
 # Copies
 
-_REGISTER = re.compile(r"%r\d+")
+_REGISTER = re.compile(r"%rd?\d+")
+_WRITES = re.compile(r"(?:^|[;{])[\s{]*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%rd?\d+)")
 _PRODUCT = re.compile(r"(wgmma\.mma_async\S* \{[^}]*\}, \{)([^}]*)(\}.*)")
 _COPY = re.compile(r"\s*mov\.b32\s+(%r\d+), (%r\d+);\s*")
 _BRANCH = re.compile(r"^\$L__BB|\bbra\S*\s+\$")
@@ -165,18 +166,18 @@ def without_copies(ptx: str, which: Which = "all") -> str:
     """
     lines = ptx.split("\n")
     products = {
-        i: found
+        i: product
         for i, line in enumerate(lines)
-        if (found := _PRODUCT.search(line)) and (which == "all" or ".m64n8k" in found[1])
+        if (product := _PRODUCT.search(line)) and (which == "all" or ".m64n8k" in product[1])
     }
-    operands = {i: found[2].split(",") for i, found in products.items()}
+    operands = {i: product[2].split(",") for i, product in products.items()}
     read = Counter(register for registers in operands.values() for register in registers)
     copies: dict[str, _Copy] = {}
     for i, line in enumerate(lines):
-        if (found := _COPY.fullmatch(line)) and found[1] in read and _is_inline(lines, i):
-            if found[1] in copies:
-                raise Unsafe(f"{found[1]} is copied to twice")
-            copies[found[1]] = _Copy(i, found[2])
+        if (copy := _COPY.fullmatch(line)) and copy[1] in read and _is_inline(lines, i):
+            if copy[1] in copies:
+                raise Unsafe(f"{copy[1]} is copied to twice")
+            copies[copy[1]] = _Copy(i, copy[2])
     named = Counter(register for line in lines for register in _REGISTER.findall(line))
     for register in copies:
         if named[register] != 1 + read[register]:
@@ -200,44 +201,40 @@ def _check(lines: list[str], reads: dict[int, list[_Copy]]) -> None:
     """Raise `Unsafe` unless each source keeps its value from its copy to the end of the last product that reads the
     copy, with no way in or out of the instructions between them."""
     sources = {copy.line: copy.source for copies in reads.values() for copy in copies}
-    unread = Counter(
-        copy.line for copies in reads.values() for copy in copies
-    )  # reads of each copy that have not ended
-    held: Counter[str] = Counter()  # how many copies there are of a register whose reads have not ended
-    made: set[int] = set()
+    unread = Counter(copy.line for copies in reads.values() for copy in copies)  # reads that have not ended
+    busy: Counter[str] = Counter()  # how many copies there are of a register whose reads have not ended
+    begun: set[int] = set()  # copies before this line
     groups: list[list[int]] = [[]]  # copies that running products read; the last group is not committed
     for i, line in enumerate(lines):
         if i in sources:
-            made.add(i)
-            held[sources[i]] += 1
+            begun.add(i)
+            busy[sources[i]] += 1
         elif i in reads:
             for copy in reads[i]:
-                if copy.line not in made:
+                if copy.line not in begun:
                     raise Unsafe(f"a product reads a copy of {copy.source} that is not made before it")
                 groups[-1].append(copy.line)
         elif "wgmma.commit_group" in line:
             groups.append([])
-        elif found := _WAIT.search(line):
-            running = min(int(found[1]), len(groups) - 1)
+        elif wait := _WAIT.search(line):
+            running = min(int(wait[1]), len(groups) - 1)
             ended, groups = groups[: len(groups) - 1 - running], groups[len(groups) - 1 - running :]
             for copy in (copy for group in ended for copy in group):
                 unread[copy] -= 1
                 if not unread[copy]:
-                    held[sources[copy]] -= 1
-        elif +held and _BRANCH.search(line):
-            raise Unsafe(f"the code branches while a product reads {next(iter(+held))}")
+                    busy[sources[copy]] -= 1
+        elif +busy and _BRANCH.search(line):
+            raise Unsafe(f"the code branches while a product reads {next(iter(+busy))}")
         else:
             for register in _written(line):
-                if held[register] > 0:
+                if busy[register] > 0:
                     raise Unsafe(f"{register} is written while a product reads it")
 
 
 def _written(line: str) -> Iterator[str]:
-    """The registers that the instructions of a line write, and perhaps others."""
-    for instruction in line.partition("//")[0].split(";"):
-        found = re.match(r"[\s{]*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|[^,\[]*)", instruction)
-        if found:
-            yield from _REGISTER.findall(found[1])
+    """The registers that the instructions of a line write."""
+    for targets in _WRITES.findall(line.partition("//")[0]):
+        yield from _REGISTER.findall(targets)
 
 
 # Descriptors
@@ -245,15 +242,13 @@ def _written(line: str) -> Iterator[str]:
 FIELD = 15  # bits of an address in a descriptor
 LARGEST = (1 << FIELD) - 1
 
-_MADE = re.compile(r"\s*([a-z][\w.]*)\s+(%rd?\d+), ([^;{}\[]*);\s*")
-_WRITES = re.compile(r"(?:^|[;{])[\s{]*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%rd?\d+)")
-_ANY_REGISTER = re.compile(r"%rd?\d+")
+_INSTRUCTION = re.compile(r"\s*([a-z][\w.]*)\s+(%rd?\d+), ([^;{}\[]*);\s*")
 _NUMBER = re.compile(r"-?\d+")
 _LABEL = re.compile(r"\$L__BB\w+:")
 _DECLARED = re.compile(r"\.reg \.b64\s+%rd<(\d+)>;")
 
 
-class _Made(NamedTuple):
+class _Instruction(NamedTuple):
     """The only instruction that writes a register."""
 
     line: int
@@ -277,14 +272,17 @@ def wide_descriptors(ptx: str) -> str:
     if not declared:
         return ptx
     lines = ptx.split("\n")
-    made = _instructions(lines)
+    writers = _instructions(lines)
     families: dict[tuple[str, int], list[_Use]] = defaultdict(list)
-    for use in _uses(made):
+    for use in _uses(writers):
         families[use.base, use.constants].append(use)
     behind: dict[int, list[str]] = defaultdict(list)
     free = int(declared[1])
-    for (base, constants), uses in _joined(families, made, lines):
-        behind[made[base].line] += [f"cvt.u64.u32 %rd{free}, {base};", f"or.b64 %rd{free + 1}, %rd{free}, {constants};"]
+    for (base, constants), uses in _joined(families, writers, lines):
+        behind[writers[base].line] += [
+            f"cvt.u64.u32 %rd{free}, {base};",
+            f"or.b64 %rd{free + 1}, %rd{free}, {constants};",
+        ]
         for use in uses:
             sum_of = f"add.s64 {use.register}, %rd{free + 1}, {use.distance};"
             lines[use.line] = sum_of if use.distance else f"mov.b64 {use.register}, %rd{free + 1};"
@@ -293,27 +291,25 @@ def wide_descriptors(ptx: str) -> str:
     return text.replace(declared[0], f".reg .b64 %rd<{free}>;", 1)
 
 
-def _instructions(lines: list[str]) -> dict[str, _Made]:
+def _instructions(lines: list[str]) -> dict[str, _Instruction]:
     """What makes each register that one instruction writes, always."""
-    written = Counter(
-        x for line in lines for group in _WRITES.findall(line.partition("//")[0]) for x in _ANY_REGISTER.findall(group)
-    )
-    found = ((i, _MADE.fullmatch(line)) for i, line in enumerate(lines))
-    return {x[2]: _Made(i, x[1], x[3].split(", ")) for i, x in found if x and written[x[2]] == 1}
+    written = Counter(register for line in lines for register in _written(line))
+    matches = ((i, _INSTRUCTION.fullmatch(line)) for i, line in enumerate(lines))
+    return {x[2]: _Instruction(i, x[1], x[3].split(", ")) for i, x in matches if x and written[x[2]] == 1}
 
 
-def _uses(made: dict[str, _Made]) -> Iterator[_Use]:
-    for register, (line, opcode, operands) in made.items():
-        widened = made.get(operands[0])
+def _uses(writers: dict[str, _Instruction]) -> Iterator[_Use]:
+    for register, (line, opcode, operands) in writers.items():
+        widened = writers.get(operands[0])
         if opcode != "or.b64" or not _NUMBER.fullmatch(operands[1]) or not widened or widened.opcode != "cvt.u64.u32":
             continue
         base, distance = widened.operands[0], 0
-        summed = made.get(base)
+        summed = writers.get(base)
         if summed and summed.opcode in ("add.s32", "or.b32") and summed.operands[1].isdigit():
             base, distance = summed.operands[0], int(summed.operands[1])
             if summed.opcode == "or.b32" and distance & LARGEST:
                 continue  # no sum
-        field = made.get(base)
+        field = writers.get(base)
         if (
             field
             and field.opcode == "bfe.u32"
@@ -329,7 +325,7 @@ def _is_above(constants: int, distance: int) -> bool:
 
 
 def _joined(
-    families: dict[tuple[str, int], list[_Use]], made: dict[str, _Made], lines: list[str]
+    families: dict[tuple[str, int], list[_Use]], writers: dict[str, _Instruction], lines: list[str]
 ) -> Iterator[tuple[tuple[str, int], list[_Use]]]:
     """The families; one for all slices of a tile, whose addresses differ by a constant.
 
@@ -339,13 +335,12 @@ def _joined(
     blocks = [0]
     for line in lines:
         blocks.append(blocks[-1] + bool(_LABEL.match(line)))
-    first: dict[
-        tuple[str, int, int], tuple[str, int]
-    ] = {}  # of an address, in a block: the base, and what is added to the address
-    found: dict[tuple[str, int], list[_Use]] = {}
-    for (base, constants), uses in sorted(families.items(), key=lambda item: made[item[0][0]].line):
-        line, _, (address, *_) = made[base]
-        offset, summed = 0, made.get(address)
+    # Of an address, in a block: the base, and the number that is added to the address.
+    first: dict[tuple[str, int, int], tuple[str, int]] = {}
+    joined: dict[tuple[str, int], list[_Use]] = {}
+    for (base, constants), uses in sorted(families.items(), key=lambda item: writers[item[0][0]].line):
+        line, _, (address, *_) = writers[base]
+        offset, summed = 0, writers.get(address)
         if summed and summed.opcode == "add.s32" and summed.operands[1].isdigit():
             address, offset = summed.operands[0], int(summed.operands[1])
         begin, least = first.setdefault((address, constants, blocks[line]), (base, offset))
@@ -353,5 +348,5 @@ def _joined(
         moved = [use._replace(base=begin, distance=use.distance + steps) for use in uses]
         if steps < 0 or rest or not all(_is_above(constants, use.distance) for use in moved):
             begin, moved = base, uses
-        found.setdefault((begin, constants), []).extend(moved)
-    yield from found.items()
+        joined.setdefault((begin, constants), []).extend(moved)
+    yield from joined.items()
