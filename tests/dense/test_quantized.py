@@ -243,11 +243,9 @@ def test_fp8_goes_to_pages_by_the_kernel_as_by_the_reference(head_dim):
 
     (_, k, v), _ = operands(kv_len=130, head_dim=head_dim)
     k.view(torch.uint8)[0, 0, :3, :2] = torch.tensor([[0x01, 0x81], [0x7E, 0xFE], [0x00, 0x80]], dtype=torch.uint8)
-    options = {"form": KVFormat(PageSpec.of(head_dim, "e4m3").name, rotate=False)}
-    pages, expected = (
-        append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, **options),
-        reference.from_dense(k, v, **options),
-    )
+    format = KVFormat(PageSpec.of(head_dim, "e4m3").name, rotate=False)
+    pages = append.from_dense(k.transpose(1, 2).contiguous().transpose(1, 2), v, format)
+    expected = reference.from_dense(k, v, format)
     for name in ("v", "k_scale", "v_scale", "page_table", "cache_seqlens"):  # K's bytes past the end are anything
         ours, theirs = (getattr(x, name) for x in (pages, expected))
         assert torch.equal(

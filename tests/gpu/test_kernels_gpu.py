@@ -17,7 +17,8 @@ from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats.codec import E4M3
 from fp8attn.kernels import portable
 from fp8attn.kernels.append import append
-from fp8attn.kernels.codec import from_e4m3, is_native, to_e4m3
+from fp8attn.kernels.codec import from_e4m3, to_e4m3
+from fp8attn.kernels.machine import machine
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.support.kernel_cases import (
@@ -66,7 +67,7 @@ def _convert(codes_ptr, halves_ptr, x_ptr, quantized_ptr, N: tl.constexpr, NATIV
 
 @pytest.mark.parametrize("native", [False, True])
 def test_conversions_are_exact(native):
-    if native and not is_native(CUDA):
+    if native and not machine(CUDA).native_e4m3:
         pytest.skip("no E4M3 conversions in hardware")
     codes = torch.arange(256, dtype=torch.uint8, device=CUDA)
     # 2^24 FP32 values: every exponent and sign, the upper 16 mantissa bits, with sticky bits below
@@ -171,8 +172,9 @@ def test_attention_writes_into_a_given_output(queries):
 
 def test_integer_conversions_serve_attention_and_append(monkeypatch):
     """The code for GPUs without E4M3 hardware."""
+    without = machine(CUDA)._replace(native_e4m3=False)
     for kernel in ("portable", "combine", "append"):
-        monkeypatch.setattr(f"fp8attn.kernels.{kernel}.is_native", lambda _: False)
+        monkeypatch.setattr(f"fp8attn.kernels.{kernel}.machine", lambda _: without)
     case = {name: values[-1] for name, values in ATTENTION_FACTORS.items()} | {"head_dim": 128, "softcap": 0.0}
     check_attention(portable.portable_attention, case, CUDA)
     check_append(append, {name: values[-1] for name, values in APPEND_FACTORS.items()} | {"head_dim": 128}, CUDA)

@@ -31,7 +31,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Target(NamedTuple):
-    """A GPU: the shared memory (bytes) that `portable` finds for a program, and `fp8.is_native` of it."""
+    """A GPU: the shared memory (bytes) of a program, and whether it converts E4M3."""
 
     gpu: GPUTarget
     shared_memory: int
@@ -174,13 +174,10 @@ def launches(target: str, name: str) -> list[Launch]:
     with dry() as (found, patch):
         patch.setattr(torch.version, "hip", "7.0" if gpu.backend == "hip" else None)
         for module in (portable, combine, append):
-            patch.setattr(module, "is_native", lambda device: native)
-        patch.setattr(append, "num_sms", lambda device: 132)
-        patch.setattr(append, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
-        kept = append._step_plan, append._page_constants  # they keep what these gave
+            patch.setattr(module, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
+        kept = append._step_plan, append._page_plan  # they keep what these gave
         for each in kept:
             each.cache_clear()
-        patch.setattr(portable, "_device", lambda device: (132, shared_memory, gpu.arch == 90))
         patch.setattr(portable, "num_splits", lambda *_: splits)
         function(*arguments, **options)
         for each in kept:

@@ -173,7 +173,7 @@ def attended(launches: list, compiled: dict) -> dict:
     `launches` grows by one for each launch that Triton binds, whose kernel is then `compiled["last"]`.
     """
     decode.decode_kernel, prefill.prefill_kernel = stand_in(decode.decode_kernel), stand_in(prefill.prefill_kernel)
-    append.num_sms = decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
+    decode.plan.num_sms = prefill.plan.num_sms = lru_cache(lambda device: 132)
     hopper = backends.load("hopper")
     ops.find = _torch_ops.find = cache(lambda *_: hopper)
     ops.at_hand = lambda x, backend: False  # as on a GPU, which nothing waits for
@@ -222,7 +222,7 @@ def attended(launches: list, compiled: dict) -> dict:
 def prompted(launches: list) -> dict:
     """Results of a new cache and its first append, after `attended`, on the same CPU."""
     append.page_kernel = stand_in(append.page_kernel)
-    append.is_native = lambda device: True
+    append.machine = lambda device: TARGETS["sm_90"]
     made = ctypes.c_int.in_dll(STUB, "stub_launches")
     (ctypes.c_int * 128).in_dll(STUB, "stub_sizes")[0] = 0
     k, v = (torch.zeros(600, 8, 128, dtype=torch.bfloat16) for _ in "kv")
@@ -266,8 +266,8 @@ def warmed() -> dict:
     knobs.compilation.listener = lambda **noted: answers.append([noted["metadata"]["hash"], noted["cache_hit"]])
     empty = torch.empty
     on_cpu = patch.object(torch, "empty", lambda *shape, **options: empty(*shape, **{**options, "device": "cpu"}))
-    hopper = patch.object(append, "machine", lambda device: TARGETS["sm_90"])
-    with on_cpu, hopper, patch.object(combine, "is_native", lambda device: True):
+    hopper = [patch.object(module, "machine", lambda device: TARGETS["sm_90"]) for module in (append, combine)]
+    with on_cpu, hopper[0], hopper[1]:
         for call in calls:
             call()
     knobs.compilation.listener = None

@@ -34,7 +34,7 @@ HOPPER = tuple(
 OTHERS = [target for target in TARGETS if target != "sm_90"]
 KERNELS = {
     *("portable_kernel", "combine_kernel"),
-    *("step_kernel", "page_kernel", "e4m3_kernel"),
+    *("step_kernel", "page_kernel"),
 }
 # Bytes that a thread may spill at head_dim 128 and less. Pages of K that are rotated and settled do not fit in the 128
 # registers of two programs an SM, and steps of several tokens keep all that may be rounded again; spills are outside of

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels import append
-from fp8attn.kernels.rows import row_of
 from tests.support import compiling, libcuda
 
 pytestmark = pytest.mark.triton36
@@ -50,8 +50,9 @@ def test_hooks_see_every_launch(launches):
 
 def test_kernels_that_let_the_next_begin_do_not_begin_early():
     """Attention reads queries while pages are written: then the launches before the page writer must have ended."""
-    page = append._page_constants(torch.device("cpu"), False, row_of(128), True, True, True, False, True, dense=True)
-    _, step = append._step_plan(torch.device("cpu"), 8, 1, 1, row_of(128), True, True, True, False, True)
+    stored = PageSpec.of(128).name, True, True, False, True
+    _, page = append._page_plan(torch.device("cpu"), False, 8, *stored, dense=True)
+    _, step = append._step_plan(torch.device("cpu"), 8, 1, 1, *stored)
     assert "OPTIONS" in page and "launch_pdl" not in page
     assert "OPTIONS" in step and "launch_pdl" not in step
 

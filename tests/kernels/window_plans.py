@@ -6,6 +6,7 @@ import torch
 
 from fp8attn import AttentionParams, KVPages
 from fp8attn.kernels import decode, portable, prefill
+from fp8attn.kernels.machine import Machine
 from tests.support.machine_code import dry
 
 KERNELS = {
@@ -25,7 +26,7 @@ def numbers(name: str, columns: int, window: int) -> list[list[int]]:
     with dry() as (launches, patch):
         for plan in (decode.plan, prefill.plan):
             patch.setattr(plan, "num_sms", lambda device: 132)
-        patch.setattr(portable, "_device", lambda device: (132, 232448, True))
+        patch.setattr(portable, "machine", lambda device: Machine(132, 232448, False, hopper=True))
         for plan in (decode.plan.make_decode_plan, prefill.plan.make_prefill_plan):
             plan.cache_clear()  # a plan keeps what these gave
         if name == "prefill":

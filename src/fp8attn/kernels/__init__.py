@@ -8,7 +8,7 @@
 | `combine.py` | attention over all keys from attention over parts of them |
 | `common.py` | definitions that all kernels share |
 | `tiles.py`, `view.py` | pages in shared memory; how TMA sees a tensor |
-| `rows.py`, `codec.py`, `rotation.py` | device code of rows with RoPE, of codes and scales, of the rotation |
+| `codec.py`, `rotation.py` | device code of codes and scales, and of the rotation |
 | `ptx.py`, `gluon.py` | inline PTX; all names of Gluon, which changes between Triton versions |
 | `operands.py` | changes of the PTX that Triton 3.9 makes |
 | `launch.py`, `counters.py` | cheap launches; counters that are zero before and after each |

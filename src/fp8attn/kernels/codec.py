@@ -2,37 +2,26 @@
 
 `CODEC` is a `Codec` of `formats.codec`, whose attributes are compile-time constants. Integers of any largest magnitude
 up to 127 are one way of computing here, E4M3 is the other. Another floating-point format is another branch of the
-functions below "By codec", and of the
-products with queries: `begin_scores` of `prefill/softmax.py`, `_scores` of `decode/consume.py`.
+functions below "By codec", and of the products with queries: `begin_scores` of `prefill/softmax.py`, `_scores` of
+`decode/consume.py`.
 
-`NATIVE`: the target has instructions that convert E4M3 (NVIDIA from compute capability 8.9). Without them, and in
-Triton's interpreter (whose own conversions truncate), integer arithmetic computes the same bits.
+`NATIVE`: the target has instructions that convert E4M3 (`Machine.native_e4m3`: NVIDIA from compute capability 8.9).
+Without them, and in Triton's interpreter (whose own conversions truncate), integer arithmetic computes the same bits.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 
 from ..formats.codec import MAX_SCALE, MAX_SCALE_EXPONENT, MIN_SCALE, MIN_SCALE_EXPONENT
-from .machine import machine
 
 _MIN_SCALE_EXPONENT = tl.constexpr(MIN_SCALE_EXPONENT)
 _MAX_SCALE_EXPONENT = tl.constexpr(MAX_SCALE_EXPONENT)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
-_ROUND = tl.constexpr(
-    1.5 * 2**23
-)  # a sum with it is a multiple of one, and its lowest byte is that of the other number, rounded
-
-
-@lru_cache
-def is_native(device: torch.device) -> bool:
-    """Whether kernels on `device` may use Triton's own E4M3 conversions."""
-    return machine(device).native_e4m3
+# A sum with it is a multiple of one, and its lowest byte is that of the other number, rounded.
+ROUND = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
@@ -105,12 +94,6 @@ def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
         return tl.where(x != x, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit
-def to_int8(x):
-    """FP32 of magnitudes up to 127.5 to INT8 bytes: to nearest, ties to even."""
-    return (x + _ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
-
-
 # By codec
 
 
@@ -118,20 +101,17 @@ def to_int8(x):
 def clamp(x, CODEC: tl.constexpr):
     """Values in the range of codes, or as `round_to_codes` takes them: E4M3's conversion saturates by itself. NaN
     becomes zero where it has no code."""
-    return _saturate(x, CODEC) if CODEC.is_integer else x
-
-
-@triton.jit
-def _saturate(x, CODEC: tl.constexpr):
-    """To the range of integer codes; NaN becomes zero."""
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -CODEC.max), CODEC.max), 0.0)
+    if CODEC.is_integer:
+        return tl.where(x == x, tl.minimum(tl.maximum(x, -CODEC.max), CODEC.max), 0.0)
+    else:
+        return x
 
 
 @triton.jit
 def round_to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of the codes of values from `clamp`: rounded to nearest, ties to even."""
     if CODEC.is_integer:
-        return to_int8(x)
+        return (x + ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
     else:
         return to_e4m3(x, NATIVE)
 
@@ -155,27 +135,6 @@ def to_fp16(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
 def from_codes(codes, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """FP32 of bytes of codes."""
     return to_fp16(codes, CODEC, NATIVE).to(tl.float32)
-
-
-@triton.jit
-def encode(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
-    """`Codec.encode`: codes as FP32 numbers."""
-    if CODEC.is_integer:
-        return (_saturate(x, CODEC) + _ROUND) - _ROUND
-    else:
-        return from_codes(to_e4m3(x, NATIVE), CODEC, NATIVE)
-
-
-@triton.jit
-def encode_where(x, rows, CODEC: tl.constexpr, NATIVE: tl.constexpr, CLAMP: tl.constexpr):
-    """`encode` of the rows `rows [N, 1]` of `x [N, C]`; the others do not change. Without CLAMP, all values are in the
-    range of codes.
-    """
-    if CODEC.is_integer and not CLAMP:
-        magic = tl.where(rows, _ROUND, 0.0)
-        return (x + magic) - magic
-    else:
-        return tl.where(rows, encode(x, CODEC, NATIVE), x)
 
 
 @triton.jit

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .codec import is_native, round_to
+from .codec import round_to
 from .common import HIDDEN, LN2, LOG2E, power_of_two
 from .launch import Constants, launch, make_constants
+from .machine import machine
 
 MAX_SPLITS = 128
 MANY = 1024  # from this number of rows on, a program computes several
@@ -126,7 +127,7 @@ def combine(
         out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with
             `out` of any strides.
     """
-    grid, numbers, constants = _plan(out.device, is_native(out.device), parts.shape, lse.shape, out.stride())
+    grid, numbers, constants = _plan(out.device, machine(out.device).native_e4m3, parts.shape, lse.shape, out.stride())
     launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), constants)
 
 

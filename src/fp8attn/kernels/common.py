@@ -53,6 +53,18 @@ def v_token(position):
     return (position & 1) | ((position & 2) << 2) | ((position >> 1) & 6)
 
 
+@triton.jit
+def slot_of(pool_ptr, page, num_kv_heads, head, LAYOUT: tl.constexpr):
+    """The pointer to a page of one head, `[K | V | header]`, a slot. LAYOUT: its `PageLayout`."""
+    return pool_ptr + (page.to(tl.int64) * num_kv_heads + head) * LAYOUT.nbytes
+
+
+@triton.jit
+def header_of(slot_ptr, LAYOUT: tl.constexpr):
+    """The pointer to the header of a slot, in words."""
+    return (slot_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32))
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n >= 1`, to which kernels pad head_dim. (`triton.next_power_of_2`
     takes 8 us.)

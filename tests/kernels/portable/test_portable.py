@@ -10,6 +10,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, reference
 from fp8attn.formats.codec import CODECS
 from fp8attn.kernels import portable
+from fp8attn.kernels.machine import Machine
 from fp8attn.numerics import relative_error
 from tests.support.interpreted import ARGUMENTS, QUIET, cache_and_queries, dynamo_knows_torch, poisoned  # noqa: F401
 from tests.support.kernel_cases import (
@@ -39,7 +40,7 @@ def test_attention_against_float64(case, monkeypatch):
 )
 def test_attention_of_512_channels(name, hopper, monkeypatch):
     """Hopper has tiles of its own for many queries."""
-    monkeypatch.setattr(portable, "_device", lambda device: (1, 1 << 30, hopper))
+    monkeypatch.setattr(portable, "machine", lambda device: Machine(1, 1 << 30, False, hopper=hopper))
     monkeypatch.setattr(portable, "num_splits", lambda *_: ATTENTION_WIDE[name]["splits"])
     check_attention(portable.portable_attention, ATTENTION_WIDE[name])
 

@@ -11,20 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...formats.page_layout import HEADER
 from ..codec import clamp, finite, inverse, magnitude, needed_scale, with_headroom
-from ..common import PAGE
-from .slot import (
-    HEADER_WORDS,
-    SCALE_WORDS,
-    codes_ptr_of,
-    header_ptr_of,
-    rescale,
-    round_again,
-    scale_ptr_of,
-    word_token,
-)
+from ..common import PAGE, V_SCALE_WORD, header_of
+from .slot import codes_ptr_of, rescale, round_again, scale_ptr_of, store_scale, word_token
 
-_INF = tl.constexpr(0x7F800000)  # the bits of infinity; those of NaN are more
+_HEADER_WORDS = tl.constexpr(HEADER // 4)
 _LARGE = tl.constexpr(2.0**38)  # values below it do not saturate with a scale that was settled for them
 
 
@@ -140,7 +132,7 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
     CODEC: tl.constexpr = CODES.codec
     t0 = _token(0, tl.arange(0, PAGE // 2), IS_V)
     t1 = _token(1, tl.arange(0, PAGE // 2), IS_V)
-    if IS_V and CODES.row.parts == 1:
+    if IS_V and CODES.parts == 1:
         amax = _no_maxima()
         if most > scale:  # few pages of V
             amax = _finite_rows(x0, x1)
@@ -169,138 +161,107 @@ def _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES: tl.constexpr, 
         return x0, x1, scale
 
 
-@triton.jit
-def settle_page(x0, x1, first, slot_ptr, old, CODES: tl.constexpr):
-    """Settle the scale of a page from its tokens from `old` on, and write it.
-
-    `first` is the largest finite magnitude of V's first token; K's is computed here. Returns the values to round of
-    each tile (`codec.clamp`).
-    """
-    IS_V: tl.constexpr = CODES.is_v
-    CODEC: tl.constexpr = CODES.codec
-    DENSE: tl.constexpr = CODES.dense
-    scale_ptr = scale_ptr_of(slot_ptr, CODES)
-    codes_ptr = codes_ptr_of(slot_ptr, CODES)
-    if IS_V:
-        amax = first, first, first, first  # rows' maxima are needed only if the scale grows
-        worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
-    else:
-        amax = _lanes(bits_of(magnitude(x0, CODES.native)), bits_of(magnitude(x1, CODES.native)))
-        worst = float_of(_largest(amax))
-    broken = worst != worst
-    if CODES.static:
-        scale = tl.load(scale_ptr)
-        x0, x1 = _with_static_scale(x0, x1, scale, CODES)
-    else:
-        scale = 0.0
-        if not DENSE and old > 0:
-            scale = tl.load(scale_ptr)
-        large = (not (worst < _LARGE)) | (scale != scale)
-        if large:
-            if IS_V:
-                worst = tl.max(tl.maximum(finite(x0), finite(x1)))
-            else:
-                amax = _finite_rows(x0, x1)
-                worst = float_of(_largest(amax))
-        if not IS_V:
-            first = float_of(_at(amax, old, False))
-        if DENSE or old == 0:
-            scale = with_headroom(needed_scale(first, CODEC), CODEC)
-        most = needed_scale(worst, CODEC)
-        # Two paths: few pages have values that saturate, and saturation would add a sixth to the instructions.
-        if CODEC.is_integer and large:
-            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, True)
-        else:
-            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, 0, CODES, False)
-    if not CODES.static:
-        _store_scale(scale_ptr, slot_ptr, scale, broken, CODES)
-    return x0, x1
-
-
-# A page in several parts of its channels: its maxima are found first, of all parts. Then each part is loaded again, and
-# settled.
+# The maxima of a page in several parts of its channels, which are loaded one after another, and then again.
 
 
 @triton.jit
 def no_maxima():
     """What `with_maxima` adds to."""
-    return _no_maxima(), _no_maxima()
+    return _no_maxima(), tl.full((), 0, tl.int32)
 
 
 @triton.jit
-def with_maxima(maxima, x0, x1, NATIVE: tl.constexpr):
-    """The magnitudes of the new tokens (`_lanes` of bits), NaN and Inf included, and of what is finite, with another
-    part of them.
+def with_maxima(maxima, x0, x1):
+    """The finite magnitudes of the new tokens (`_lanes` of bits), and whether there is a NaN, with another part of
+    them.
     """
-    every, finite_ones = maxima
-    a, b, c, d = every
-    e, f, g, h = _lanes(bits_of(magnitude(x0, NATIVE)), bits_of(magnitude(x1, NATIVE)))
-    every = tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)
-    a, b, c, d = finite_ones
+    (a, b, c, d), nan = maxima
     e, f, g, h = _finite_rows(x0, x1)
-    return every, (tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h))
+    nan = tl.maximum(nan, tl.max(((x0 != x0) | (x1 != x1)).to(tl.int32)))
+    return (tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)), nan
 
 
 @triton.jit
-def scale_before(maxima, slot_ptr, old, CODES: tl.constexpr):
-    """The scale of a page before its new tokens make it grow."""
+def settle_page(x0, x1, part, first, maxima, slot_ptr, old, CODES: tl.constexpr):
+    """Settle the scale of a page from its tokens from `old` on, and write it with the last part.
+
+    Args:
+        part: the part of the channels.
+        first: the largest finite magnitude of V's first token; K's is computed here.
+        maxima: of all parts. None: there is one part, whose maxima are computed here.
+    Returns:
+        The values to round of each tile (`codec.clamp`).
+    """
+    IS_V: tl.constexpr = CODES.is_v
     CODEC: tl.constexpr = CODES.codec
-    _, amax = maxima
+    DENSE: tl.constexpr = CODES.dense
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
-    scale = 0.0
     if CODES.static:
-        scale = tl.load(scale_ptr)
+        return _with_static_scale(x0, x1, scale_ptr, slot_ptr, CODES)
     else:
-        if not CODES.dense and old > 0:
+        codes_ptr = codes_ptr_of(slot_ptr, CODES)
+        if maxima is not None:
+            amax, nan = maxima
+            worst = float_of(_largest(amax))
+            broken = nan > 0
+        else:
+            if IS_V:
+                amax = first, first, first, first  # rows' maxima are needed only if the scale grows
+                worst = tl.max(tl.maximum(tl.abs(x0), tl.abs(x1)))
+            else:
+                amax = _lanes(bits_of(magnitude(x0, CODES.native)), bits_of(magnitude(x1, CODES.native)))
+                worst = float_of(_largest(amax))
+            broken = worst != worst
+        scale = 0.0
+        if not DENSE and old > 0:
             scale = tl.load(scale_ptr)
-            tl.debug_barrier()  # `store_settled` of other threads writes it
-        if CODES.dense or old == 0:
-            scale = with_headroom(needed_scale(float_of(_at(amax, old, CODES.is_v)), CODEC), CODEC)
-    return scale
+        if maxima is not None:
+            tl.debug_barrier()  # every thread has the scale before the last part writes it
+            large = True  # or not: the codes are the same
+        else:
+            large = (not (worst < _LARGE)) | (scale != scale)
+            if large:
+                if IS_V:
+                    worst = tl.max(tl.maximum(finite(x0), finite(x1)))
+                else:
+                    amax = _finite_rows(x0, x1)
+                    worst = float_of(_largest(amax))
+        if not IS_V or maxima is not None:
+            first = float_of(_at(amax, old, IS_V))
+        if DENSE or old == 0:
+            scale = with_headroom(needed_scale(first, CODEC), CODEC)
+        most = needed_scale(worst, CODEC)
+        # Two paths: few pages have values that saturate, and saturation would add a sixth to the instructions.
+        if CODEC.is_integer and large:
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES, True)
+        else:
+            x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr, old, part, CODES, False)
+        if part == CODES.parts - 1:
+            _store_header(scale_ptr, slot_ptr, scale, broken, CODES)
+        return x0, x1
 
 
 @triton.jit
-def settle_part(x0, x1, part, maxima, scale, slot_ptr, old, CODES: tl.constexpr):
-    """Settle a part of a page from `scale_before`. Returns the values to round of each tile, and the scale."""
+def _with_static_scale(x0, x1, scale_ptr, slot_ptr, CODES: tl.constexpr):
+    """The values to round of each tile with the calibrated scale of a page. In dense pages, whose values are E4M3
+    already, it is one, and written here.
+    """
     CODEC: tl.constexpr = CODES.codec
-    _, amax = maxima
-    if CODES.static:
-        x0, x1 = _with_static_scale(x0, x1, scale, CODES)
+    if CODES.dense:
+        _store_header(scale_ptr, slot_ptr, 1.0, False, CODES)
+        return x0, x1
     else:
-        most = needed_scale(float_of(_largest(amax)), CODEC)
-        x0, x1, scale = _grow(x0, x1, amax, most, scale, codes_ptr_of(slot_ptr, CODES), old, part, CODES, True)
-    return x0, x1, scale
+        factor = inverse(tl.load(scale_ptr), CODEC)
+        x0 *= factor
+        x1 *= factor
+        return clamp(x0, CODEC), clamp(x1, CODEC)
 
 
 @triton.jit
-def store_settled(maxima, scale, slot_ptr, CODES: tl.constexpr):
-    """Write the scale of a page, which fits all of its parts."""
-    every, _ = maxima
-    if not CODES.static:
-        scale_ptr = scale_ptr_of(slot_ptr, CODES)
-        _store_scale(scale_ptr, slot_ptr, scale, _largest(every) > _INF, CODES)
-
-
-# Both
-
-
-@triton.jit
-def _with_static_scale(x0, x1, scale, CODES: tl.constexpr):
-    """The values to round of each tile with a calibrated scale."""
-    CODEC: tl.constexpr = CODES.codec
-    factor = inverse(scale, CODEC)
-    x0 *= factor
-    x1 *= factor
-    return clamp(x0, CODEC), clamp(x1, CODEC)
-
-
-@triton.jit
-def _store_scale(scale_ptr, slot_ptr, scale, broken, CODES: tl.constexpr):
-    """Write the settled scale of a page. It is NaN if the page is `broken` by a NaN that has no code (INT8)."""
+def _store_header(scale_ptr, slot_ptr, scale, broken, CODES: tl.constexpr):
+    """Write the settled scale of a page, and in dense pages the rest of the header, which is zero."""
     LAYOUT: tl.constexpr = CODES.layout
-    if not CODES.codec.has_nan:
-        scale = tl.where(broken, float("nan"), scale)
-    tl.store(scale_ptr, scale)
-    if CODES.dense and not CODES.is_v:  # the rest of the header
-        i = tl.arange(0, HEADER_WORDS)
-        tl.store(header_ptr_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i >= SCALE_WORDS)
+    store_scale(scale_ptr, scale, broken, CODES)
+    if CODES.dense and not CODES.is_v:
+        i = tl.arange(0, _HEADER_WORDS)
+        tl.store(header_of(slot_ptr, LAYOUT) + i, tl.zeros(i.shape, tl.float32), mask=i > V_SCALE_WORD)

@@ -1,5 +1,4 @@
-"""What the kernels that write pages share: positions of tokens and scales in a slot, new scales for its codes, words of
-V.
+"""What the kernels that write pages share: positions of tokens and scales in a slot, and new scales for its codes.
 
 A slot is a page of one head, `[K | V | header]` (`formats.page_layout`). V is 32-bit words of four tokens of a channel.
 """
@@ -9,27 +8,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.page_layout import HEADER, V_SCALE
-from ..codec import encode_where, from_codes, to_codes
-from ..common import GROUP, K_SCALE_WORD, PAGE, V_SCALE_WORD, v_token
-from ..rows import channels
-
-HEADER_WORDS = tl.constexpr(HEADER // 4)
-SCALE_WORDS = tl.constexpr(V_SCALE // 4 + 1)  # the first words are the scales
-_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-
-
-@triton.jit
-def header_ptr_of(slot_ptr, LAYOUT: tl.constexpr):
-    """The pointer to the header of the slot at `slot_ptr`, in words. LAYOUT: its `PageLayout`."""
-    return (slot_ptr + LAYOUT.header_offset).to(_FLOATS)
+from ..codec import ROUND, clamp, from_codes, to_codes
+from ..common import GROUP, K_SCALE_WORD, V_SCALE_WORD, header_of, v_token
 
 
 @triton.jit
 def scale_ptr_of(slot_ptr, CODES: tl.constexpr):
     """The pointer to the scale of K or V in the slot at `slot_ptr`."""
     LAYOUT: tl.constexpr = CODES.layout
-    return header_ptr_of(slot_ptr, LAYOUT) + (V_SCALE_WORD if CODES.is_v else K_SCALE_WORD)
+    return header_of(slot_ptr, LAYOUT) + (V_SCALE_WORD if CODES.is_v else K_SCALE_WORD)
+
+
+@triton.jit
+def store_scale(scale_ptr, scale, broken, CODES: tl.constexpr, exists=None):
+    """Write settled scales, where they exist. One is NaN if its page is `broken` by a NaN that has no code (INT8)."""
+    if not CODES.codec.has_nan:
+        scale = tl.where(broken, float("nan"), scale)
+    tl.store(scale_ptr, scale, mask=exists)
 
 
 @triton.jit
@@ -64,11 +59,18 @@ def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constex
 
 @triton.jit
 def round_again(x, before, factor, CODES: tl.constexpr, CLAMP: tl.constexpr):
-    """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers. The other rows of `x [N, C]` do not
-    change.
+    """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers (`Codec.encode`). The other rows of
+    `x [N, C]` do not change. Without CLAMP, all values are in the range of codes.
     """
     CODEC: tl.constexpr = CODES.codec
-    return encode_where(x * tl.where(before, factor, 1.0), before, CODEC, CODES.native, CLAMP)
+    x *= tl.where(before, factor, 1.0)
+    if not CODEC.is_integer:
+        return tl.where(before, from_codes(to_codes(x, CODEC, CODES.native), CODEC, CODES.native), x)
+    elif CLAMP:
+        return tl.where(before, (clamp(x, CODEC) + ROUND) - ROUND, x)
+    else:
+        magic = tl.where(before, ROUND, 0.0)
+        return (x + magic) - magic
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
     # Bytes in the order of memory, 2048 at a time: few enough for registers, and a divisor of every page.
     SIZE: tl.constexpr = 2048
     CODEC: tl.constexpr = CODES.codec
-    D: tl.constexpr = CODES.row.head_dim
+    D: tl.constexpr = CODES.head_dim
     for first in range(0, tl.cdiv(old, GROUP) * (GROUP * D), SIZE):
         i = first + tl.arange(0, SIZE)
         token = i // (D * GROUP) * GROUP + v_token(i % GROUP) if CODES.is_v else i // D
@@ -87,36 +89,6 @@ def rescale(codes_ptr, ratio, old, CODES: tl.constexpr):
         shifted = to_codes(from_codes(codes, CODEC, CODES.native) * ratio, CODEC, CODES.native)
         tl.store(codes_ptr + i, tl.where(token < old, shifted, codes))
     tl.debug_barrier()  # other threads' stores above cover bytes that are read or written next
-
-
-@triton.jit
-def store_words(page_ptr, words, first, old, end, ROW: tl.constexpr, part=0):
-    """Write tokens `[old, end)` of a head's V page, given as `words [32, C]`, whose tokens begin at `first [32]`, of a
-    part of the channels."""
-    D: tl.constexpr = ROW.head_dim
-    C: tl.constexpr = ROW.held
-    GROUPS: tl.constexpr = PAGE // GROUP
-    WORDS: tl.constexpr = GROUP // 4  # of a group and channel
-    d = channels(part, ROW)
-    words = tl.permute(tl.reshape(words, (GROUPS, WORDS, C)), (0, 2, 1))
-    group = tl.arange(0, GROUPS)[:, None, None]
-    ptrs = (
-        page_ptr.to(tl.pointer_type(tl.int32))
-        + (group * D + d[None, :, None]) * WORDS
-        + tl.arange(0, WORDS)[None, None, :]
-    )
-    inside = (d < D)[None, :, None]
-    if (old > 0) | (
-        end < PAGE
-    ):  # bytes of older tokens stay; those past the end become zero, because 0 * NaN would be NaN
-        new = tl.where((first >= old) & (first < end), 0xFF, 0)
-        new |= tl.where((first + 1 >= old) & (first + 1 < end), 0xFF00, 0)
-        new |= tl.where((first + 8 >= old) & (first + 8 < end), 0xFF0000, 0)
-        new |= tl.where((first + 9 >= old) & (first + 9 < end), -0x1000000, 0)
-        new = tl.reshape(new, (GROUPS, WORDS))[:, None, :]
-        older = tl.load(ptrs, mask=(d < tl.where(old > 0, D, 0))[None, :, None], other=0)
-        words = (words & new) | (older & ~new)
-    tl.store(ptrs, words, mask=inside)
 
 
 @triton.jit

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
-from ..common import GROUP, PAGE, v_position
+from ..common import GROUP, PAGE, slot_of, v_position
 from ..rotation import hadamard
-from ..rows import load_halves, load_rows, store_rows
-from .slot import codes_ptr_of, launch_dependents, new_tokens, rescale, round_again, scale_ptr_of
+from .rows import load_halves, load_rows, store_rows
+from .slot import codes_ptr_of, launch_dependents, new_tokens, rescale, round_again, scale_ptr_of, store_scale
 
 MAX_PROGRAMS = 64  # for one sequence
 
@@ -104,16 +104,6 @@ def _settle_slots(x, need, token, new, scale, slot_ptr, exists, old, CODES: tl.c
 
 
 @triton.jit
-def _store_scale(scale_ptr, scale, nan, exists, CODES: tl.constexpr):
-    """Write the settled scales of some heads' slots. It is NaN if a new token `nan [HEADS, T]` has a NaN that has no
-    code (INT8).
-    """
-    if not CODES.codec.has_nan:
-        scale = tl.where(tl.max(nan.to(tl.int32), 1) > 0, float("nan"), scale)
-    tl.store(scale_ptr, scale, mask=exists)
-
-
-@triton.jit
 def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
     """Set V of some heads' slots to zero. Attention multiplies tokens past the end by zero, and 0 * NaN
     would be NaN.
@@ -127,9 +117,7 @@ def _clear_values(slot_ptr, exists, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _write(
-    x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr, ADVANCE: tl.constexpr
-):
+def _write(x, token, new, heads, sequence, pool_ptr, programs, num_kv_heads, CODES: tl.constexpr):
     """Quantize `x [HEADS * T, C]` and write it at the end of a sequence.
 
     Args:
@@ -141,22 +129,21 @@ def _write(
     seqlens_ptr, table_ptr = sequence
     HEADS: tl.constexpr = head.shape[0]
     T: tl.constexpr = token.shape[0]
-    ROW: tl.constexpr = CODES.row
-    D: tl.constexpr = ROW.head_dim
+    D: tl.constexpr = CODES.head_dim
     CODEC: tl.constexpr = CODES.codec
     IS_V: tl.constexpr = CODES.is_v
     STATIC: tl.constexpr = CODES.static
     LAYOUT: tl.constexpr = CODES.layout
-    length = _advance(seqlens_ptr, new, programs) if ADVANCE else tl.load(seqlens_ptr) - new
+    length = _advance(seqlens_ptr, new, programs) if CODES.advance else tl.load(seqlens_ptr) - new
     old = length % PAGE
     table_ptr += length // PAGE
-    slot_ptr = pool_ptr + (tl.load(table_ptr).to(tl.int64) * num_kv_heads + head) * LAYOUT.nbytes
+    slot_ptr = slot_of(pool_ptr, tl.load(table_ptr), num_kv_heads, head, LAYOUT)
     scale_ptr = scale_ptr_of(slot_ptr, CODES)
     scale = tl.load(scale_ptr)
     next_ptr = slot_ptr
     crosses = T > 1 and old + new > PAGE
     if crosses:
-        next_ptr = pool_ptr + (tl.load(table_ptr + 1).to(tl.int64) * num_kv_heads + head) * LAYOUT.nbytes
+        next_ptr = slot_of(pool_ptr, tl.load(table_ptr + 1), num_kv_heads, head, LAYOUT)
     next_scale_ptr = scale_ptr_of(next_ptr, CODES)
     tokens = tl.broadcast_to(token[None, :], (HEADS, T))
     here = old + tokens < PAGE
@@ -177,9 +164,9 @@ def _write(
     codes = to_codes(x, CODEC, CODES.native)
     position = (old + tokens) % PAGE
     if not STATIC:
-        _store_scale(scale_ptr, scale, nan & here, exists, CODES)
+        store_scale(scale_ptr, scale, tl.max((nan & here).to(tl.int32), 1) > 0, CODES, exists)
         if crosses:
-            _store_scale(next_scale_ptr, next_scale, nan & ~here, exists, CODES)
+            store_scale(next_scale_ptr, next_scale, tl.max((nan & ~here).to(tl.int32), 1) > 0, CODES, exists)
     if IS_V:
         if old == 0:
             _clear_values(slot_ptr, exists, LAYOUT)
@@ -193,10 +180,10 @@ def _write(
     rows = tl.where(here, slot_ptr[:, None], next_ptr[:, None]) + offset
     valid = exists[:, None] & (tl.arange(0, T) < new)[None, :]
     if IS_V:
-        d = tl.arange(0, ROW.width)
+        d = tl.arange(0, CODES.width)
         tl.store(_rows(rows) + d * GROUP, codes, mask=_rows(valid) & (d < D))
     else:
-        store_rows(_rows(rows), codes, _rows(valid), ROW)
+        store_rows(_rows(rows), codes, _rows(valid), CODES)
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads"])
@@ -207,7 +194,6 @@ def step_kernel(
     """The kernel. A program writes some heads of K or V of a sequence."""
     K: tl.constexpr = OPTIONS.k
     V: tl.constexpr = OPTIONS.v
-    ROW: tl.constexpr = K.row
     HEADS: tl.constexpr = OPTIONS.heads
     T: tl.constexpr = OPTIONS.tokens
     if OPTIONS.hopper:
@@ -215,12 +201,11 @@ def step_kernel(
     programs = 2 * tl.cdiv(num_kv_heads, HEADS)  # of a sequence: some heads of K, or of V
     seq = tl.program_id(0) // programs
     program = tl.program_id(0) % programs
-    start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, OPTIONS.advance)
+    start, new = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, K.advance)
     if new <= 0:
         return
-    token = tl.minimum(
-        tl.arange(0, T), new - 1
-    )  # past the end, repeat the last token, so that only the stores need a mask
+    # Past the end, repeat the last token, so that only the stores need a mask.
+    token = tl.minimum(tl.arange(0, T), new - 1)
     row = (start + token).to(tl.int64)[None, :]
     head = program // 2 * HEADS + tl.arange(0, HEADS)
     exists = head < num_kv_heads
@@ -231,40 +216,18 @@ def step_kernel(
     # The barriers keep the compiler from waiting for the length, then the page, then its scale, before it loads the
     # tokens.
     if program % 2 == 0:
-        x = load_halves(k_ptr + _rows(head[:, None] * k_stride_h + row * k_stride_t), ROW)
+        x = load_halves(k_ptr + _rows(head[:, None] * k_stride_h + row * k_stride_t), K)
         if k_mean_ptr is not None:
-            mean = load_rows(k_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
+            mean = load_rows(k_mean_ptr + _rows(head[:, None] * K.head_dim + every), K)
         tl.debug_barrier()
         if OPTIONS.rotate:
-            x = hadamard(x, ROW.head_dim)
+            x = hadamard(x, K.head_dim)
         if k_mean_ptr is not None:
             x -= mean
-        _write(
-            x,
-            token,
-            new,
-            (head, exists),
-            (seqlens_ptr, table_ptr),
-            pool_ptr,
-            programs,
-            num_kv_heads,
-            K,
-            OPTIONS.advance,
-        )
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, K)
     else:
-        x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), ROW)
+        x = load_rows(v_ptr + _rows(head[:, None] * v_stride_h + row * v_stride_t), V)
         if v_mean_ptr is not None:
-            x -= load_rows(v_mean_ptr + _rows(head[:, None] * ROW.head_dim + every), ROW)
+            x -= load_rows(v_mean_ptr + _rows(head[:, None] * V.head_dim + every), V)
         tl.debug_barrier()
-        _write(
-            x,
-            token,
-            new,
-            (head, exists),
-            (seqlens_ptr, table_ptr),
-            pool_ptr,
-            programs,
-            num_kv_heads,
-            V,
-            OPTIONS.advance,
-        )
+        _write(x, token, new, (head, exists), (seqlens_ptr, table_ptr), pool_ptr, programs, num_kv_heads, V)

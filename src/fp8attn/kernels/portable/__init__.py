@@ -18,7 +18,7 @@ only by splitting keys, each warp gets a quarter of the keys, with its own maxim
 batched matrix product whose batch is the warp). Then the loop has no exchange between warps, and their results are
 combined once, at the end.
 
-Host: `portable_attention`, the call; `config`, the tiles. Device: `kernel`, and `tiles`, its loop. Both:
+Host: `portable_attention`, the call; `block_of`, the tiles. Device: `kernel`, and `tiles`, its loop. Both: `Block` and
 `PortableOptions`.
 """
 
@@ -26,15 +26,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from ...formats.codec import Codec
-from ...formats.page_layout import PAGE_SIZE, PageLayout
+from ...formats.page_layout import PAGE_SIZE
+from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import AttentionParams
-from ..codec import is_native
 from ..combine import combine, num_splits
 from ..common import power_of_two
 from ..launch import ConstexprFields, launch, make_constants
@@ -44,47 +42,45 @@ from .kernel import portable_kernel
 CLEARING = 64  # programs that write zeros after the last sequence of a ragged batch
 
 
-class PortableConfig(NamedTuple):
-    """How a block of rows is computed: numbers of its rows, of keys in a tile, of warps that split the keys (1: no
-    split), of warps, of pipeline stages, of programs that share V's channels, of parts in which each multiplies its
-    own; whether Q is copied to be loaded.
-    """
+@dataclass(frozen=True)
+class Block(ConstexprFields):
+    """How a block of rows is computed, a constexpr parameter (`block_of`)."""
 
     rows: int
-    tile: int
-    key_warps: int
+    tile: int  # keys of a tile
+    key_warps: int  # that split a tile's keys; 1: none does
     num_warps: int
-    num_stages: int
-    shares: int = 1
+    num_stages: int  # of the pipeline
+    shares: int = 1  # programs that share V's channels
+    # of a program's channels, whose products with V are one after the other: a product needs registers beside the
+    # accumulator
     parts: int = 1
-    scratch: bool = False
+    scratch: bool = False  # Q is copied to be loaded
 
 
 @dataclass(frozen=True)
 class PortableOptions(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
 
-    codec: Codec  # of keys
+    spec: PageSpec
+    block: Block
     rotate: bool  # queries, as the keys are
-    head_dim: int
-    layout: PageLayout
     width: int  # head_dim, padded to a power of two
-    channels: int  # of V that a program has
-    # of these channels, whose products with V are one after the other: a product needs registers beside the accumulator
-    parts: int
     group: int  # query heads of a KV head
-    rows: int  # of a program
-    tile: int  # keys of a tile
-    warps: int  # that split a tile's keys; 1: none does
     causal: bool
     window: bool
     softcap: bool
     split: bool  # the keys are divided among programs
-    native: bool  # the target converts E4M3 by itself (`codec.is_native`)
+    native: bool  # the target converts E4M3 by itself (`codec`)
+
+    @property
+    def channels(self) -> int:
+        """The channels of V that a program multiplies at a time."""
+        return self.width // (self.block.shares * self.block.parts)
 
 
 @lru_cache
-def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> PortableConfig:
+def block_of(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> Block:
     """The block for `rows` packed rows of each KV head (queries times group), if a program may have `shared_memory`
     bytes.
 
@@ -96,32 +92,24 @@ def config(head_dim: int, rows: int, shared_memory: int, hopper: bool) -> Portab
     if head_dim > 256 and rows > 64 and hopper:
         # Hopper's instructions take 64 rows for 4 warps, whose registers hold 256 channels of V, and the product of
         # 128. So two programs have the same rows, and both compute their weights.
-        return PortableConfig(128, 64, 1, 8, 1, shares=2, parts=2, scratch=True)
-    if (
-        head_dim > 256
-    ):  # the accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold
+        return Block(128, 64, 1, 8, 1, shares=2, parts=2, scratch=True)
+    if head_dim > 256:
+        # The accumulator and a tile's product are 32 rows of 512 channels: all that the registers of 8 warps hold.
         tile = 64 if shared_memory >= 90_000 else 32
         if rows <= 16:
-            return PortableConfig(16, tile, 1, 8, 3 if shared_memory >= 200_000 else 2)
-        return PortableConfig(32, tile, 1, 8, 1 if tile == 64 else 2)
+            return Block(16, tile, 1, 8, 3 if shared_memory >= 200_000 else 2)
+        return Block(32, tile, 1, 8, 1 if tile == 64 else 2)
     if shared_memory >= 200_000:
         if rows <= 16:
-            return PortableConfig(16, 64, 1, 4, 4) if wide else PortableConfig(16, 128, 4, 4, 3)
+            return Block(16, 64, 1, 4, 4) if wide else Block(16, 128, 4, 4, 3)
         if rows <= 64:
-            return PortableConfig(64, 64, 1, 8 if wide else 4, 2)
-        return PortableConfig(128, 64, 1, 8, 2)
+            return Block(64, 64, 1, 8 if wide else 4, 2)
+        return Block(128, 64, 1, 8, 2)
     if rows <= 16:
-        return PortableConfig(16, 64, 1, 8, 3) if wide else PortableConfig(16, 128, 4, 4, 3)
+        return Block(16, 64, 1, 8, 3) if wide else Block(16, 128, 4, 4, 3)
     if rows <= 64 or wide:
-        return PortableConfig(64, 32, 1, 8 if wide else 4, 2)
-    return PortableConfig(128, 32, 1, 8, 3)
-
-
-@lru_cache
-def _device(device: torch.device) -> tuple[int, int, bool]:
-    """Number of multiprocessors, bytes of shared memory that one program may have, and whether it is a Hopper GPU."""
-    properties = machine(device)
-    return properties.num_sms, properties.shared_memory, properties.hopper
+        return Block(64, 32, 1, 8 if wide else 4, 2)
+    return Block(128, 32, 1, 8, 3)
 
 
 def portable_attention(
@@ -142,14 +130,14 @@ def portable_attention(
     if not num_tokens:
         return out, lse
     group = num_q_heads // pages.num_kv_heads
-    sms, shared_memory, hopper = _device(device)
-    block = config(head_dim, max_seqlen_q * group, shared_memory, hopper)
-    rows, tile, num_warps, shares = block.rows, block.tile, block.num_warps, block.shares
-    blocks = -(-max_seqlen_q * group // rows)
+    gpu = machine(device)
+    block = block_of(head_dim, max_seqlen_q * group, gpu.shared_memory, gpu.hopper)
+    blocks = -(-max_seqlen_q * group // block.rows)
     max_pages = pages.page_table.shape[1]
     if window:
         max_pages = min(max_pages, (window + max_seqlen_q) // PAGE_SIZE + 2)
-    splits = num_splits(blocks * pages.num_kv_heads * pages.num_seqs * shares, max_pages, sms * (8 // num_warps))
+    programs = pages.num_seqs * pages.num_kv_heads * blocks * block.shares
+    splits = num_splits(programs, max_pages, gpu.num_sms * (8 // block.num_warps))
     num_rows = num_tokens * num_q_heads
     if splits > 1:
         target = torch.empty((splits, num_rows, head_dim), dtype=torch.float32, device=device)
@@ -167,17 +155,14 @@ def portable_attention(
         float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        codec=kv_format.k, rotate=kv_format.rotate, head_dim=head_dim, layout=kv_format.layout,
-        width=power_of_two(head_dim), channels=power_of_two(head_dim) // shares, parts=block.parts, group=group,
-        rows=rows, tile=tile,
-        warps=block.key_warps, causal=causal, window=window > 0, softcap=softcap > 0, split=splits > 1,
-        native=is_native(device),
+        kv_format.spec, block, kv_format.rotate, power_of_two(head_dim), group, causal, window > 0, softcap > 0,
+        splits > 1, gpu.native_e4m3,
     )  # fmt: skip
     constants = make_constants(
-        "attend", device, OPTIONS=options, num_warps=num_warps, num_stages=block.num_stages, enable_fp_fusion=True
+        "attend", device, OPTIONS=options, num_warps=block.num_warps, num_stages=block.num_stages, enable_fp_fusion=True
     )
-    programs = pages.num_seqs * pages.num_kv_heads * blocks * splits * shares
-    launch(portable_kernel, (programs + (CLEARING if cu_seqlens_q is not None else 0),), args, constants)
+    programs = programs * splits + (CLEARING if cu_seqlens_q is not None else 0)
+    launch(portable_kernel, (programs,), args, constants)
     if splits > 1:
         combine(target, target_lse, sinks, out, lse)
     return out, lse

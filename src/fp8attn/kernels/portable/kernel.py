@@ -15,7 +15,7 @@ _Q_BITS = tl.constexpr(8)  # a row of Q is scaled so that its largest value is i
 @triton.jit
 def _clear_rest(out_ptr, lse_ptr, first, num_rows, num_splits, program, programs, OPTIONS: tl.constexpr):
     """Write zeros to the rows from `first` on, which belong to no sequence. In parts, write that they saw no key."""
-    D: tl.constexpr = OPTIONS.head_dim
+    D: tl.constexpr = OPTIONS.spec.k_dim
     DP: tl.constexpr = OPTIONS.width
     d = tl.arange(0, DP)
     for start in range(first + program, num_rows, programs):
@@ -52,7 +52,7 @@ def _keys_of(length, first_position, last_position, leftpad_ptr, seq, window, OP
 @triton.jit
 def _tiles_of(any_first, any_end, split, num_splits, OPTIONS: tl.constexpr):
     """The tiles of keys `[first_tile, end_tile)` of a part of the keys; an empty part's are none."""
-    TILE: tl.constexpr = OPTIONS.tile
+    TILE: tl.constexpr = OPTIONS.block.tile
     first_tile = tl.maximum(any_first, 0) // TILE
     num_tiles = tl.maximum(tl.cdiv(any_end, TILE) - first_tile, 0)
     end_tile = first_tile + num_tiles
@@ -76,7 +76,7 @@ def _load_queries(
     Returns:
         `q [rows, width]`; the factors of its scores, which become exponents of two; and the scores of K's mean.
     """
-    D: tl.constexpr = OPTIONS.head_dim
+    D: tl.constexpr = OPTIONS.spec.k_dim
     d = tl.arange(0, OPTIONS.width)
     q_mask = real[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + q_offsets[:, None] + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
@@ -111,8 +111,8 @@ def _with_warps(queries, row_keys, OPTIONS: tl.constexpr):
     """
     q, factor, shift, cap = queries
     first, end = row_keys
-    if OPTIONS.warps > 1:
-        q = tl.broadcast_to(q[None, :, :], (OPTIONS.warps, OPTIONS.rows, OPTIONS.width))
+    if OPTIONS.block.key_warps > 1:
+        q = tl.broadcast_to(q[None, :, :], (OPTIONS.block.key_warps, OPTIONS.block.rows, OPTIONS.width))
         return (q, factor[None, :], shift[None, :], cap), (first[None, :, None], end[None, :, None])
     else:
         return queries, (first[:, None], end[:, None])
@@ -129,12 +129,12 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
         all_keys: the keys that all rows see, `[all_first, all_end)`.
         HAS_START: keys on the left may be hidden.
     Returns:
-        `acc`, a tuple of parts `[rows, channels / parts]`; denominators and maxima `[rows]`; and the unit of `acc`.
+        `acc`, a tuple of parts `[rows, channels]`; denominators and maxima `[rows]`; and the unit of `acc`.
     """
-    ROWS: tl.constexpr = OPTIONS.rows
-    CHANNELS: tl.constexpr = OPTIONS.channels // OPTIONS.parts
-    TILE: tl.constexpr = OPTIONS.tile
-    WARPS: tl.constexpr = OPTIONS.warps
+    ROWS: tl.constexpr = OPTIONS.block.rows
+    CHANNELS: tl.constexpr = OPTIONS.channels
+    TILE: tl.constexpr = OPTIONS.block.tile
+    WARPS: tl.constexpr = OPTIONS.block.key_warps
     first_tile, end_tile = tiles
     v_unit = tl.full((), 1.0, tl.float32)
     if WARPS > 1:
@@ -155,7 +155,7 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
     else:
         none = tl.zeros((ROWS, CHANNELS), tl.float32)
         state = (
-            (none,) if OPTIONS.parts == 1 else (none, none),
+            (none,) if OPTIONS.block.parts == 1 else (none, none),
             tl.zeros((ROWS,), tl.float32),
             tl.full((ROWS,), UNSEEN, tl.float32),
             v_unit,
@@ -194,12 +194,12 @@ def portable_kernel(
     """The kernel. A program computes some rows of one KV head of a sequence over a part of the keys. The last programs
     clear other rows.
     """
-    D: tl.constexpr = OPTIONS.head_dim
+    D: tl.constexpr = OPTIONS.spec.k_dim
     G: tl.constexpr = OPTIONS.group
-    ROWS: tl.constexpr = OPTIONS.rows
+    ROWS: tl.constexpr = OPTIONS.block.rows
     # The last queries see the most keys and start first.
-    SHARES: tl.constexpr = OPTIONS.width // OPTIONS.channels
-    first_channel = tl.program_id(0) % SHARES * OPTIONS.channels
+    SHARES: tl.constexpr = OPTIONS.block.shares
+    first_channel = tl.program_id(0) % SHARES * (OPTIONS.width // SHARES)
     split = tl.program_id(0) // SHARES % num_splits
     item = tl.program_id(0) // SHARES // num_splits
     block = num_blocks - 1 - item % num_blocks
@@ -283,8 +283,8 @@ def portable_kernel(
     else:
         share, lse = share_and_lse(lse, mean_score, sinks_ptr, head)
         tl.store(lse_ptr + offset, lse, mask=real)
-    PARTS: tl.constexpr = OPTIONS.parts
-    CHANNELS: tl.constexpr = OPTIONS.channels // PARTS
+    PARTS: tl.constexpr = OPTIONS.block.parts
+    CHANNELS: tl.constexpr = OPTIONS.channels
     for part in tl.static_range(PARTS):
         channel = first_channel + part * CHANNELS + tl.arange(0, CHANNELS)
         out = acc[part] * inverse[:, None]

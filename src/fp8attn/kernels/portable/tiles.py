@@ -4,21 +4,15 @@ import triton
 import triton.language as tl
 
 from ..codec import from_e4m3, to_fp16
-from ..common import GROUP, HIDDEN, K_SCALE_WORD, PAGE, V_SCALE_WORD
+from ..common import GROUP, HIDDEN, K_SCALE_WORD, PAGE, V_SCALE_WORD, header_of, slot_of
 
 WEIGHT_BITS = tl.constexpr(15)  # P is multiplied by 2^15: at most 32768 in FP16
 
 
 @triton.jit
-def _page(pool_ptr, page, num_kv_heads, kv_head, LAYOUT: tl.constexpr):
-    """The pointer to the page of one head, whose parts LAYOUT (`PageLayout`) names."""
-    return pool_ptr + (page.to(tl.int64) * num_kv_heads + kv_head) * LAYOUT.nbytes
-
-
-@triton.jit
 def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
     """k_scale and v_scale of a page, or 1 if `mask` is False."""
-    header_ptr = (page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32))
+    header_ptr = header_of(page_ptr, LAYOUT)
     k_scale = tl.load(header_ptr + K_SCALE_WORD, mask=mask, other=1.0)
     return k_scale, tl.load(header_ptr + V_SCALE_WORD, mask=mask, other=1.0)
 
@@ -26,22 +20,21 @@ def _scales(page_ptr, mask, LAYOUT: tl.constexpr):
 @triton.jit
 def _add_values(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
     """`acc * rescale + P V`, for each part of the channels. `v_ptrs` are those of the first part."""
-    PART: tl.constexpr = OPTIONS.channels // OPTIONS.parts
-    if OPTIONS.parts == 1:
+    if OPTIONS.block.parts == 1:
         return (_add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS),)
     else:
         low = _add_part(acc[0], p, rescale, v_ptrs, v_mask, OPTIONS)
-        return low, _add_part(acc[1], p, rescale, v_ptrs + PART * GROUP, v_mask, OPTIONS)
+        return low, _add_part(acc[1], p, rescale, v_ptrs + OPTIONS.channels * GROUP, v_mask, OPTIONS)
 
 
 @triton.jit
 def _add_part(acc, p, rescale, v_ptrs, v_mask, OPTIONS: tl.constexpr):
     """`acc * rescale + P V`, for the channels of `acc`. V is read `[groups, channel and token in a group]`."""
-    TILE: tl.constexpr = OPTIONS.tile
-    WARPS: tl.constexpr = OPTIONS.warps
-    CHANNELS: tl.constexpr = OPTIONS.channels // OPTIONS.parts
+    TILE: tl.constexpr = OPTIONS.block.tile
+    WARPS: tl.constexpr = OPTIONS.block.key_warps
+    CHANNELS: tl.constexpr = OPTIONS.channels
     rescale = tl.broadcast_to(tl.expand_dims(rescale, -1), acc.shape)
-    v = tl.load(v_ptrs) if OPTIONS.head_dim == OPTIONS.width else tl.load(v_ptrs, mask=v_mask, other=0)
+    v = tl.load(v_ptrs) if OPTIONS.spec.k_dim == OPTIONS.width else tl.load(v_ptrs, mask=v_mask, other=0)
     v = tl.permute(tl.reshape(from_e4m3(v, OPTIONS.native), (TILE // GROUP, CHANNELS, GROUP)), (0, 2, 1))
     v = tl.reshape(v, (WARPS, TILE // WARPS, CHANNELS) if WARPS > 1 else (TILE, CHANNELS))
     # A tensor core truncates when it accumulates, always towards zero; an FP32 FMA per tile rounds. (The compiler would
@@ -78,12 +71,12 @@ def add_tiles(
     q, factor, shift, cap = queries
     row_first, row_end = row_keys
     pool_ptr, table_ptr, num_kv_heads, kv_head, channel = pages
-    CODEC: tl.constexpr = OPTIONS.codec
-    LAYOUT: tl.constexpr = OPTIONS.layout
-    D: tl.constexpr = OPTIONS.head_dim
+    CODEC: tl.constexpr = OPTIONS.spec.k
+    LAYOUT: tl.constexpr = OPTIONS.spec.layout
+    D: tl.constexpr = OPTIONS.spec.k_dim
     DP: tl.constexpr = OPTIONS.width
-    TILE: tl.constexpr = OPTIONS.tile
-    WARPS: tl.constexpr = OPTIONS.warps
+    TILE: tl.constexpr = OPTIONS.block.tile
+    WARPS: tl.constexpr = OPTIONS.block.key_warps
     SOFTCAP: tl.constexpr = OPTIONS.softcap
     NATIVE: tl.constexpr = OPTIONS.native
     TILES: tl.constexpr = PAGE // TILE
@@ -102,26 +95,22 @@ def add_tiles(
         k_offsets = token[:, None] * D + d[None, :]
         k_mask = (d < D)[None, :]
         key = token[None, :]
-    in_group = tl.arange(0, OPTIONS.channels // OPTIONS.parts * GROUP)[
-        None, :
-    ]  # [channel, token] of a group of V, in the order of memory
+    in_group = tl.arange(0, OPTIONS.channels * GROUP)[None, :]  # [channel, token] of a group, in memory's order
     v_offsets = tl.arange(0, TILE // GROUP)[:, None] * (D * GROUP) + in_group
     v_mask = in_group < D * GROUP
 
     # A page's number and scales are loaded one tile ahead, because the pipeline does not hide their latency.
     some = first_tile < end_tile
-    page_ptr = _page(
-        pool_ptr, tl.load(table_ptr + first_tile // TILES, mask=some, other=0), num_kv_heads, kv_head, LAYOUT
-    )
+    page = tl.load(table_ptr + first_tile // TILES, mask=some, other=0)
+    page_ptr = slot_of(pool_ptr, page, num_kv_heads, kv_head, LAYOUT)
     k_scale, v_scale = _scales(page_ptr, some, LAYOUT)
     v_ratio = v_unit / v_scale
     for tile in range(first_tile, end_tile):
         tile_ptr = page_ptr + (tile * TILE - tile // TILES * PAGE) * D
         k_ptrs = tile_ptr + LAYOUT.k_offset + k_offsets
         v_ptrs = tile_ptr + (LAYOUT.v_offset + channel * GROUP) + v_offsets
-        page_ptr = _page(
-            pool_ptr, tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES), num_kv_heads, kv_head, LAYOUT
-        )
+        page = tl.load(table_ptr + tl.minimum(tile + 1, end_tile - 1) // TILES)
+        page_ptr = slot_of(pool_ptr, page, num_kv_heads, kv_head, LAYOUT)
         next_k_scale, next_v_scale = _scales(page_ptr, True, LAYOUT)
 
         k = tl.load(k_ptrs) if D == DP else tl.load(k_ptrs, mask=k_mask, other=0)

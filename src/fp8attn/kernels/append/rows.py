@@ -1,4 +1,4 @@
-"""Rows of channels in Triton kernels: loaded in FP32, with or without RoPE, and stored.
+"""Rows of channels: loaded in FP32, with or without RoPE, and stored. CODES (`Codes`) says how wide they are.
 
 A row of `head_dim` (D) channels is in their order, padded with zeros to C, a power of two. Without padding,
 `load_halves` loads both halves separately. Then the two channels of a pair of RoPE are in one thread, and so are those
@@ -11,30 +11,14 @@ channels of each half of a row. So it has whole pairs, and whole blocks of the r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from ..formats.rope import Rope
-from .codec import from_e4m3
-from .common import power_of_two
-from .launch import ConstexprFields
-
-
-@dataclass(frozen=True)
-class Row(ConstexprFields):
-    """The compile-time options of rows, a constexpr parameter. The host makes it (`row_of`)."""
-
-    head_dim: int
-    width: int  # head_dim, padded to a power of two
-    parts: int = 1  # in which rows are loaded; with several, head_dim is a power of two
-
-    @property
-    def held(self) -> int:
-        """The channels of a part, padded."""
-        return self.width // self.parts
+from ...formats.rope import Rope
+from ..codec import from_e4m3
+from ..launch import ConstexprFields
 
 
 @dataclass(frozen=True)
@@ -57,35 +41,35 @@ def _load(rows, at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def channels(part, ROW: tl.constexpr):
+def channels(part, CODES: tl.constexpr):
     """The channels of a part of a row."""
-    HALF: tl.constexpr = ROW.held // 2
-    c = tl.arange(0, ROW.held)
-    if ROW.parts > 1:
-        c = _together(tl.where(c < HALF, c, c + (ROW.width // 2 - HALF)) + part * HALF, HALF)
+    HALF: tl.constexpr = CODES.held // 2
+    c = tl.arange(0, CODES.held)
+    if CODES.parts > 1:
+        c = _together(tl.where(c < HALF, c, c + (CODES.width // 2 - HALF)) + part * HALF, HALF)
     return c
 
 
 @triton.jit
-def load_rows(rows, ROW: tl.constexpr, part=0):
+def load_rows(rows, CODES: tl.constexpr, part=0):
     """`[N, C]` of the rows at pointers `[N, 1]`, or their part `[N, C / parts]`."""
-    c = channels(part, ROW)
-    return _load(rows, c, c < ROW.head_dim, ROW.width == ROW.head_dim)
+    c = channels(part, CODES)
+    return _load(rows, c, c < CODES.head_dim, CODES.width == CODES.head_dim)
 
 
 @triton.jit
-def load_lanes(row, ROW: tl.constexpr):
+def load_lanes(row, CODES: tl.constexpr):
     """The row at a pointer as `[32, C / 32]`. Each warp has the whole row."""
-    EACH: tl.constexpr = ROW.width // 32
+    EACH: tl.constexpr = CODES.width // 32
     c = tl.arange(0, 32)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    return _load(row + tl.zeros((1, 1), tl.int32), c, c < ROW.head_dim, ROW.width == ROW.head_dim)
+    return _load(row + tl.zeros((1, 1), tl.int32), c, c < CODES.head_dim, CODES.width == CODES.head_dim)
 
 
 @triton.jit
-def store_rows(rows, x, valid, ROW: tl.constexpr):
+def store_rows(rows, x, valid, CODES: tl.constexpr):
     """Store rows in the form that `load_rows` returns, where `valid [N, 1]`."""
-    c = tl.arange(0, ROW.width)
-    tl.store(rows + c, x, mask=valid & (c < ROW.head_dim))
+    c = tl.arange(0, CODES.width)
+    tl.store(rows + c, x, mask=valid & (c < CODES.head_dim))
 
 
 @triton.jit
@@ -98,13 +82,13 @@ def _together(c, HALF: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(first, rows, angles, M: tl.constexpr, ROW: tl.constexpr, ROPE: tl.constexpr):
+def _load_pairs(first, rows, angles, M: tl.constexpr, CODES: tl.constexpr):
     """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE. Every product and sum is
     rounded, as in torch (launches disable FMA contraction)."""
     i = first + tl.arange(0, M)
     a = _load(rows, i, i >= 0, True)
-    b = _load(rows + ROW.width // 2, i, i >= 0, True)
-    if ROPE is not None:
+    b = _load(rows + CODES.width // 2, i, i >= 0, True)
+    if CODES.rope is not None:
         cos, sin = angles
         cos = _load(cos, i, i >= 0, True)
         sin = _load(sin, i, i >= 0, True)
@@ -122,26 +106,25 @@ def quarters(x):
 
 
 @triton.jit
-def load_halves(rows, ROW: tl.constexpr, part=0, angles=None, ROPE: tl.constexpr = None):
-    """`load_rows`, and with ROPE (a `RowRope`) `rope.apply_rope`. `angles` are pointers `[N, 1]` to the rows of cos and
-    sin.
-    """
+def load_halves(rows, CODES: tl.constexpr, part=0, angles=None):
+    """`load_rows`, and with `CODES.rope` `rope.apply_rope`. `angles`: pointers `[N, 1]` to the rows of cos and sin."""
+    ROPE: tl.constexpr = CODES.rope
     N: tl.constexpr = rows.shape[0]
-    D: tl.constexpr = ROW.head_dim
-    C: tl.constexpr = ROW.held
-    if ROW.width == D and (ROPE is None or ROPE.halves):
+    D: tl.constexpr = CODES.head_dim
+    C: tl.constexpr = CODES.held
+    if CODES.width == D and (ROPE is None or ROPE.halves):
         base = part * (C // 2)
         if N >= 64:
-            a, b = _load_pairs(base, rows, angles, C // 4, ROW, ROPE)
-            c, d = _load_pairs(base + C // 4, rows, angles, C // 4, ROW, ROPE)
+            a, b = _load_pairs(base, rows, angles, C // 4, CODES)
+            c, d = _load_pairs(base + C // 4, rows, angles, C // 4, CODES)
             return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 3, 2, 1)), (N, C))
         else:
-            a, b = _load_pairs(base, rows, angles, C // 2, ROW, ROPE)
+            a, b = _load_pairs(base, rows, angles, C // 2, CODES)
             return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, C))
-    x = load_rows(rows, ROW, part)
+    x = load_rows(rows, CODES, part)
     if ROPE is not None:  # each channel's partner by a second load
         HALF: tl.constexpr = ROPE.pairs
-        c = channels(part, ROW)
+        c = channels(part, CODES)
         turns = c < 2 * HALF
         if ROPE.interleaved:
             first = c % 2 == 0
@@ -152,16 +135,10 @@ def load_halves(rows, ROW: tl.constexpr, part=0, angles=None, ROPE: tl.constexpr
             partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
             i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF)
         cos, sin = angles
-        other = _load(rows, partner, c < D, ROW.width == D)
+        other = _load(rows, partner, c < D, CODES.width == D)
         sin = _load(sin, i, turns, False)
         x = tl.where(turns, x * _load(cos, i, turns, False) + other * tl.where(first, -sin, sin), x)
     return x
-
-
-@cache  # making one takes a microsecond
-def row_of(head_dim: int) -> Row:
-    """The rows of tensors with `head_dim` channels."""
-    return Row(head_dim, power_of_two(head_dim))
 
 
 def rope_of(head_dim: int, rope: Rope) -> tuple[RowRope, tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
