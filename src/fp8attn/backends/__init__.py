@@ -12,7 +12,7 @@ chosen for each call, so layers of different head_dims may have different backen
 `reference`.
 
 Each backend has a file of its name (`hopper.py`, `triton.py`, `reference.py`, `fa3.py`). `base.py` has the interface,
-`Backend`, and `writer.py` the writing of pages, which `hopper` and `triton` share.
+`Backend`, and the writing of pages, which `hopper` and `triton` share.
 """
 
 from __future__ import annotations

@@ -63,6 +63,16 @@ class Backend(Protocol):
         ...
 
 
+class Writer:
+    """The methods that write pages, with the same kernels on every GPU."""
+
+    def __init__(self) -> None:
+        from ..kernels.append import append, from_dense
+
+        self.append = append
+        self.from_dense = from_dense
+
+
 def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of rows that see no key."""
     return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(

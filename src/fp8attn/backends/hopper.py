@@ -14,8 +14,7 @@ from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
-from .base import attend_tokens, empty_rows
-from .writer import Writer
+from .base import Writer, attend_tokens, empty_rows
 
 MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory twice
 

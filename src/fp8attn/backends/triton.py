@@ -11,8 +11,7 @@ from ..errors import UsageError
 from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
-from .base import attend_tokens
-from .writer import Writer
+from .base import Writer, attend_tokens
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
