@@ -23,11 +23,12 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends import select_backend
 from ..errors import UsageError
 from ..kernels.machine import machine, plans_are_for
 from . import first
 from .calls import Layer, calls_of
-from .target import TARGETS, backend_for, backend_on, gpu
+from .target import TARGETS, backend_for, gpu
 
 
 class Kernel(NamedTuple):
@@ -71,7 +72,9 @@ def compile_kernels(
     if target is None:
         device = gpu(device)
         index, planned = device.index, machine(device)
-        backends = [backend_on(device, layer.dtype, layer.backend, layer.head_dim) for layer in layers]
+        backends = [select_backend(layer.backend, device, layer.dtype, layer.head_dim) for layer in layers]
+        if "reference" in backends:
+            raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
     elif target not in TARGETS:
         raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
     else:

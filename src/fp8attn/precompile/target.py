@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends import hopper, select_backend
+from ..backends import hopper
 from ..errors import UsageError
 from ..formats.spec import PageSpec
 from ..kernels.machine import Machine
@@ -35,18 +35,6 @@ def gpu(device: torch.device | str) -> torch.device:
             f"to compile for: target='sm_90' (fp8attn warmup --target sm_90)"
         )
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-
-
-def backend_on(device: torch.device | str, dtype: torch.dtype, backend: BackendName, head_dim: int) -> BackendName:
-    """The backend of a layer, which may be `"auto"`, on a GPU.
-
-    Raises:
-        UsageError: it cannot run there, or has no kernels.
-    """
-    name = select_backend(backend, device, dtype, head_dim)
-    if name == "reference":
-        raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
-    return name
 
 
 def backend_for(target: str, backend: BackendName, head_dim: int) -> BackendName:
