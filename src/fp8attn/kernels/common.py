@@ -4,15 +4,13 @@ The kernels of attention use the same names for the same things:
 
 | name | what |
 |---|---|
-| `mean_score` | the score of K's mean, by row: a constant that the softmax does not depend on; the LSE, sinks and a
-softcap do |
-| `WEIGHT_BITS` | weights are multiplied by two to this power, so that small ones keep their bits; each kernel has its
-own |
-| `v_unit`, `v_ratio` | the scale of V that is the unit of an accumulator; the unit before a page, in units of this one
-|
+| `mean_score` | the score of K's mean, by row; the softmax does not depend on it, the LSE, sinks and a softcap do |
+| `WEIGHT_BITS` | weights are multiplied by two to this power, so that small ones keep their bits; one for each kernel |
+| `v_unit` | the scale of V that is the unit of an accumulator |
+| `v_ratio` | the unit before a page, in units of this one |
 | `ring` | the stages of shared memory between a producer and those that read them |
-| `first`, `last`, `end` | the keys that a row sees; `any_first`: that some row sees; `all_first`: that all rows see.
-`end` is `last + 1` |
+| `first`, `last`, `end` | the keys that a row sees; `end` is `last + 1` |
+| `any_first`, `all_first` | the first key that some row sees; that all rows see |
 
 Scores are exponents of two until the LSE is stored.
 """
@@ -36,9 +34,8 @@ LN2 = tl.constexpr(math.log(2))
 
 UNSEEN = tl.constexpr(-1e28)  # a row's maximum before it has seen a key: finite, so that differences are
 HIDDEN = tl.constexpr(float("-inf"))  # a masked score, and the LSE of a row without keys
-HIDDEN_FINITE = tl.constexpr(
-    -1e30
-)  # a masked score where inf - inf could arise; far below `UNSEEN`, so weights are exactly zero
+# A masked score where inf - inf could arise; far below `UNSEEN`, so weights are exactly zero.
+HIDDEN_FINITE = tl.constexpr(-1e30)
 
 
 @triton.jit

@@ -114,9 +114,7 @@ class Compiled(NamedTuple):
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
     numbers: tuple[int, ...]  # int32
-    specialized: tuple[
-        tuple[int, bool], ...
-    ]  # int32 that Triton specializes on: whether they are multiples of 16 (and none is 1)
+    specialized: tuple[tuple[int, bool], ...]  # int32 but 1: whether a multiple of 16, a specialization
     floats: tuple[int, ...]
     counters: tuple[int, ...]
     tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool], ...]  # blocks, whether swizzled
