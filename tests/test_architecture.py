@@ -21,7 +21,7 @@ FLOORS = (
     {"checks", "extras", "files"},
     {"formats"},
     {"numerics", "pages", "params", "scales"},
-    {"contents", "kernels", "reference"},
+    {"contents", "kernels", "latent", "reference"},
     {"backends"},
     {"_torch_ops", "precompile"},
     {"ops"},

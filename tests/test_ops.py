@@ -407,7 +407,7 @@ def test_a_step_compiles_whole_and_once(cache):
 def test_the_schema_lists_the_options():
     """The torch op takes the fields of `AttentionParams` in their order, after the queries and the pages."""
     names = [argument.name for argument in torch.ops.fp8attn.attention.default._schema.arguments]
-    pages = ["pool", "page_table", "cache_seqlens", "spec", "rotate", "stored_k_mean", "v_mean"]
+    pages = ["pool", "page_table", "cache_seqlens", "spec", "rotate", "stored_k_mean", "v_mean", "factor"]
     assert names == ["q", *pages, *AttentionParams._fields, "backend"]
 
 

@@ -18,6 +18,7 @@ from .backends import find
 from .contents import at_hand, check_appended, check_attended
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
+from .formats.spec import spec_of
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -53,21 +54,22 @@ _ARGUMENTS = {
 }  # fmt: skip
 
 # The arguments of `KVFormat` and of `KVPages` in schemas, as `flatten_format` and `flatten_pages` give them.
-_FORMAT = "str spec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean"
+_FORMAT = "str spec, bool rotate, Tensor? stored_k_mean, Tensor? v_mean, Tensor? factor"
 _PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
 _CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace(
     "Tensor cache_seqlens", "Tensor(b!) cache_seqlens"
 )
-_PAGES_SIZE = 7  # number of arguments
+_PAGES_SIZE = 8  # number of arguments
+_SPEC = 3  # the index of the name of the spec
 
 
 def flatten_format(format: KVFormat) -> tuple[Any, ...]:
     """A format as arguments of a torch op."""
-    return format.name, format.rotate, format.stored_k_mean, format.v_mean
+    return format.name, format.rotate, *format.tensors
 
 
-def _format(spec: str, rotate: bool, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
-    return KVFormat(spec, rotate, stored_k_mean, v_mean)
+def _format(spec: str, rotate: bool, *tensors: torch.Tensor | None) -> KVFormat:
+    return KVFormat(spec, rotate, *tensors)
 
 
 def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
@@ -112,8 +114,9 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    params = AttentionParams(*args[_PAGES_SIZE:-1])
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1] if params.return_lse else 0, dtype=torch.float32)
+    params, spec = AttentionParams(*args[_PAGES_SIZE:-1]), spec_of(args[_SPEC])
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, spec.v_dim)), q.new_empty(rows if params.return_lse else 0, dtype=torch.float32)
 
 
 register(

@@ -53,6 +53,9 @@ def append(
 
         x_8bit = round((x - mean) / scale)
 
+    Latents (`PageSpec.latent`) and their keys with RoPE take the places of K and V: `formats/latent.py` has their
+    equation, in which nothing grows.
+
     K goes through the rotation (`rotation.rotate`) if `pages.format.rotate` is True, then through this equation. The
     first token of a page sets the page's scale, with headroom. The scale grows when a later token does not fit
     (`numerics.settle`). So the stored bytes do not depend on how tokens are divided over calls. The page table must
@@ -64,7 +67,7 @@ def append(
     Args:
         pages: the cache. Its bytes and lengths change in place.
         k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE. The last dimension
-            is contiguous.
+            is contiguous. For latents `[T, 1, rank]` and `[T, 1, rope]`.
         cu_seqlens: `[num_seqs + 1]` int32, the index in T of each sequence's first token, then T. None: every sequence
             has T / num_seqs.
         max_seqlen: the largest number of new tokens of a sequence, required with `cu_seqlens`. With a smaller number, a
@@ -87,6 +90,8 @@ def append(
     name = check_append(pages, k, v, backend)
     if not type(static_scales) is type(advance) is bool:
         check_flags(static_scales=static_scales, advance=advance)
+    if static_scales and pages.spec.v_in_k:
+        raise UsageError("the scale of a latent is its token's own, so there are no static_scales: leave them out")
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     options = Append(cu_seqlens, max_seqlen, static_scales, advance)
     if at_hand(k, name) and unobserved(k):
@@ -121,24 +126,25 @@ def attention(
 
     Args:
         q: `[T, num_q_heads, head_dim]` after RoPE, with `num_q_heads` a multiple of `num_kv_heads` (GQA, MQA). The last
-            dimension is contiguous.
+            dimension is contiguous. Over latents `[T, num_q_heads, rank + rope]`: the absorbed query, which is q times
+            the matrix that expands a latent to the head's key, and then the channels with RoPE.
         pages: the cache.
-        softmax_scale: None: `1 / sqrt(head_dim)`.
+        softmax_scale: None: `1 / sqrt(head_dim)`. Over latents it must be given, because it depends on the expanded
+            keys.
         window, softcap: None: no window, no softcap. `window` requires `causal`.
         cu_seqlens_q, max_seqlen_q: give both or neither.
-        out: of q's shape and dtype, contiguous, to write the result into. It must not share memory with `q`. An address
-            that is no multiple
-            of 16 bytes costs a copy. None: a new tensor.
+        out: of the result's shape and q's dtype, contiguous, to write the result into. It must not share memory with
+            `q`. An address that is no multiple of 16 bytes costs a copy. None: a new tensor.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
 
     `AttentionParams` has the shapes, dtypes and meanings of the options, and those of the arguments that are not listed
     here.
 
     Returns:
-        `out`, of q's shape and dtype, contiguous. Rows that see no key are zero, and so are, on a GPU, rows after those
-        of the last sequence (the padding of a CUDA graph). With
-        `return_lse` also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and
-        unspecified in rows after those of the last sequence.
+        `out`, of q's shape and dtype, contiguous; over latents `[T, num_q_heads, rank]`. Rows that see no key are zero,
+        and so are, on a GPU, rows after those of the last sequence (the padding of a CUDA graph). With `return_lse`
+        also `lse [T, num_q_heads]` float32. It is `-inf` in rows that see neither a key nor a sink, and unspecified in
+        rows after those of the last sequence.
     Raises:
         TypeError: `pages` is not a `KVPages`.
         ValueError: a shape, dtype, option or backend does not fit; the message says what would. On a CPU, and of the
@@ -167,6 +173,14 @@ def attention(
             check_number(softcap, "softcap", " > 0 (None for no cap)")
         if softcap <= 0:
             raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if pages.spec.v_in_k:
+        if softmax_scale is None:
+            raise UsageError(
+                "softmax_scale has no default over latents, because it depends on the expanded keys: pass 1 / sqrt of "
+                "their channels (qk_nope_head_dim + qk_rope_head_dim), times what the model's RoPE scaling adds"
+            )
+        if softcap is not None or sinks is not None:
+            raise UsageError("attention over latents has no softcap and no sinks: leave them out")
     if softmax_scale is None:
         softmax_scale = 1 / math.sqrt(q.shape[2])
     elif unobserved(q):
@@ -176,7 +190,7 @@ def attention(
     if leftpad_k is not None:
         check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
     if out is not None:
-        _check_out(out, q)
+        _check_out(out, q, pages)
     params = AttentionParams(
         cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse,
         exact, batch_invariant,
@@ -298,14 +312,18 @@ def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: Back
     check_tokens(k, "k", device)
     if not isinstance(v, torch.Tensor):
         check_is_tensor(v, "v", "[T, heads, head_dim]")
-    if k.shape != v.shape or k.shape[1:] != (cache.num_kv_heads, cache.head_dim) or k.dtype != v.dtype:
-        raise ValueError(
-            f"k and v must both be [T, {cache.num_kv_heads}, {cache.head_dim}] and have one dtype; "
-            f"got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}"
+    spec, heads = cache.spec, cache.num_kv_heads
+    k_dim, v_dim = spec.widths
+    if k.shape[1:] != (heads, k_dim) or v.shape != (k.shape[0], heads, v_dim) or k.dtype != v.dtype:
+        wanted = (
+            f"k and v must be a latent [T, {heads}, {k_dim}] and its key with RoPE [T, {heads}, {v_dim}] of"
+            if spec.v_in_k
+            else f"k and v must both be [T, {heads}, {k_dim}] and have"
         )
+        raise ValueError(f"{wanted} one dtype; got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}")
     check_tokens(v, "v", device)
     check_derivatives(k, v)
-    return resolve(backend, k, cache.spec.name)
+    return resolve(backend, k, spec.name)
 
 
 def check_queries(q: torch.Tensor, pages: KVPages) -> None:
@@ -325,8 +343,13 @@ def check_queries(q: torch.Tensor, pages: KVPages) -> None:
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
         raise ValueError(
             f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got "
-            f"{tuple(q.shape)}"
+            f"{tuple(q.shape)}{_absorbed(pages.spec)}"
         )
+
+
+def _absorbed(spec: PageSpec) -> str:
+    """What q is over latents, for an error."""
+    return f": over latents, {spec.v_dim} channels of the absorbed query and then those with RoPE" * spec.v_in_k
 
 
 def _no_pages(value: object, call: str) -> TypeError:
@@ -336,9 +359,9 @@ def _no_pages(value: object, call: str) -> TypeError:
     )
 
 
-def _check_out(out: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise ValueError if attention of `q` cannot be written into `out`."""
-    check_tensor(out, "out", q.shape, q.dtype, q.device)
+def _check_out(out: torch.Tensor, q: torch.Tensor, pages: KVPages) -> None:
+    """Raise ValueError if attention of `q` over `pages` cannot be written into `out`."""
+    check_tensor(out, "out", (*q.shape[:-1], pages.spec.v_dim), q.dtype, q.device)
     check_derivatives(out)
     # The spans cost some microseconds, and most outputs have memory of their own.
     if unobserved(q) and out.untyped_storage().data_ptr() == q.untyped_storage().data_ptr():

@@ -10,9 +10,10 @@ import torch
 
 from .checks import check_flags, check_mean, check_size, check_tensor
 from .errors import UsageError
+from .formats import latent
 from .formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from .formats.kv_format import KVFormat
-from .formats.page_layout import PAGE_SIZE, k_of, scales_of, v_of, v_rows
+from .formats.page_layout import PAGE_SIZE, k_of, latent_of, scales_of, v_of, v_rows
 from .formats.rotation import rotate_back
 from .formats.spec import PageSpec
 
@@ -22,9 +23,9 @@ class KVPages:
     """The device state of one layer's cache: the tensors that kernels read and write.
 
     A page of one KV head is one run of bytes: K `[128, head_dim]`, V `[8, head_dim, 16]` with tokens in `V_ORDER`, and
-    a header of 128 bytes, which holds K's scale, V's scale (float32), a mark of serving engines and zeros. The bytes
-    depend only on the page's tokens and on the static format and means. So a page is copied, shared, saved or moved by
-    its bytes.
+    a header of 128 bytes, which holds K's scale, V's scale (float32), a mark of serving engines and zeros; or latents,
+    as `formats/page_layout.py` says. The bytes depend only on the page's tokens and on the static format and means. So
+    a page is copied, shared, saved or moved by its bytes.
 
     Kernels take the addresses of these tensors. So each must have the shape and dtype below, be contiguous (the rows of
     the page table may have a stride), and be on the same device. Bytes past a sequence's length are unspecified in K
@@ -75,6 +76,7 @@ class KVPages:
             ("cache_seqlens", self.cache_seqlens, (self.num_seqs,), torch.int32),
             ("stored_k_mean", format.stored_k_mean, means[0], torch.float32),
             ("v_mean", format.v_mean, means[1], torch.float32),
+            ("factor", format.factor, (self.num_kv_heads, spec.v_dim // latent.BLOCK), torch.float32),
         ):  # fmt: skip
             if x is not None:
                 check_tensor(x, name, shape, dtype, self.device, contiguous=name != "page_table")
@@ -119,7 +121,7 @@ class KVPages:
         cls,
         num_pages: int,
         num_kv_heads: int,
-        head_dim: int,
+        head_dim: int | PageSpec,
         num_seqs: int,
         max_pages: int,
         device: torch.device | str | None = None,
@@ -128,6 +130,7 @@ class KVPages:
         rotate_keys: bool = True,
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
     ) -> KVPages:
         """Pages without tokens: all bytes and lengths are zero.
 
@@ -137,17 +140,21 @@ class KVPages:
 
         Args:
             num_pages: pages in the pool.
-            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `formats.spec.HEAD_DIMS`.
+            num_kv_heads, head_dim: the shape of K and V; head_dim is one of `formats.spec.HEAD_DIMS`, or a `PageSpec`,
+                as `PageSpec.latent(512, 64)` for latents (MLA), which have one KV head.
             num_seqs, max_pages: number of sequences, and of pages that each may have: the shape of the page table.
             device: the device of all tensors.
             key_dtype: the format of keys, as `PagedKVCache` takes it.
             rotate_keys: whether K is stored rotated.
             k_mean, v_mean: `[num_kv_heads, head_dim]` float32, means of K (after RoPE, not rotated) and of V. None:
-                zero.
+                zero. Latents have only `v_mean [num_kv_heads, rank]`.
+            factor: `[num_kv_heads, rank / 128]` float32, positive: how large each block of 128 channels of a latent is
+                beside the others. None: one.
         Raises:
             ValueError: no kernel takes the head_dim or key_dtype, or a mean has another shape, dtype or device.
         """
-        if (refusal := PageSpec.of(head_dim, key_dtype).refusal) is not None:
+        spec = PageSpec.of(head_dim, key_dtype)
+        if (refusal := spec.refusal) is not None:
             raise UsageError(refusal)
         for size, name in (
             (num_pages, "num_pages"),
@@ -158,9 +165,13 @@ class KVPages:
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
         device = torch.empty(0, device=device).device  # with its index
-        for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-            check_mean(mean, name, (num_kv_heads, head_dim), device)
-        format = KVFormat.of(head_dim, key_dtype, rotate_keys, k_mean, v_mean)
+        for name, mean, width in (
+            ("k_mean", k_mean, spec.k_dim),
+            ("v_mean", v_mean, spec.v_dim),
+            ("factor", factor, spec.v_dim // latent.BLOCK),
+        ):
+            check_mean(mean, name, (num_kv_heads, width), device)
+        format = KVFormat.of(spec, key_dtype, rotate_keys, k_mean, v_mean, factor)
         entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
         return cls(
             torch.zeros(num_pages, num_kv_heads, format.layout.nbytes, dtype=torch.uint8, device=device),
@@ -231,13 +242,18 @@ class KVPages:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, means included."""
-        tensors = self.pool, self.page_table, self.cache_seqlens, self.format.stored_k_mean, self.format.v_mean
-        return [x for x in tensors if x is not None]
+        return [x for x in (self.pool, self.page_table, self.cache_seqlens, *self.format.tensors) if x is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, whether their pages hold tokens or not."""
         return sum(x.nbytes for x in self.tensors)
+
+    def bounds(self, cu_seqlens: torch.Tensor | None, longest: int) -> list[int]:
+        """The index of each sequence's first row in a batch, then the number of all rows. Without `cu_seqlens`, every
+        sequence has `longest`. It waits for the GPU.
+        """
+        return [seq * longest for seq in range(self.num_seqs + 1)] if cu_seqlens is None else cu_seqlens.tolist()
 
     def read(
         self, seq: int, length: int, dtype: torch.dtype = torch.float32, first: int = 0
@@ -245,8 +261,9 @@ class KVPages:
         """Tokens `first` to `length - 1` of sequence `seq`, dequantized.
 
         Returns:
-            K (rotated back) and V, each `[length - first, num_kv_heads, head_dim]` in `dtype`. They are computed in
-            float64 if `dtype` is float64, otherwise in float32.
+            K (rotated back) and V, each `[length - first, num_kv_heads, head_dim]` in `dtype`; or the latents and their
+            keys with RoPE, of `spec.widths` channels. They are computed in float64 if `dtype` is float64, otherwise in
+            float32.
         Raises:
             ValueError: there is no such sequence, or the page table has no pages for so many tokens.
         """
@@ -266,13 +283,20 @@ class KVPages:
         """K (rotated back) or V of whole pages, as work of the device only.
 
         Args:
-            which: `"k"` or `"v"`.
+            which: `"k"` or `"v"`. Of latents: the latent itself, or the key with RoPE.
             ids: `[B, N]` int64, numbers of pages.
             dtype: of the arithmetic and of the result, float32 or float64.
         Returns:
             `[B, num_kv_heads, N * 128, head_dim]`. Tokens past the end of a sequence are unspecified.
         """
         form = self.format
+        if form.spec.v_in_k:
+            latents, rope, scales = latent_of(self.pool, form.layout)
+            if which == "v":
+                return rope[ids].to(dtype).transpose(1, 2).flatten(2, 3)
+            y = latents[ids].to(dtype) * scales[ids].to(dtype)[..., None]
+            mean, factor = (x if x is None else x[:, None] for x in (form.v_mean, form.factor))
+            return latent.restore(y.transpose(1, 2).flatten(2, 3), mean, factor)
         codes, scale, mean = (
             (self.k, self.k_scale, form.stored_k_mean) if which == "k" else (self.v, self.v_scale, form.v_mean)
         )

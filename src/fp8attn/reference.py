@@ -20,10 +20,6 @@ from .params import Append, AttentionParams
 QUERY_BLOCK = 512  # rows of scores in memory at a time
 
 
-def _bounds(cu_seqlens: torch.Tensor | None, max_seqlen: int, pages: KVPages) -> list[int]:
-    return [seq * max_seqlen for seq in range(pages.num_seqs + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-
-
 @torch.inference_mode()  # outside of this mode, torch does not write to its tensors
 def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, and advance `cache_seqlens`.
@@ -34,7 +30,7 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
     k = rotation.rotate(k.float()) if form.rotate else k.float()
     k = k if form.stored_k_mean is None else k - form.stored_k_mean
     v = v.float() if form.v_mean is None else v.float() - form.v_mean
-    bounds = _bounds(how.cu_seqlens, how.max_seqlen, pages)
+    bounds = pages.bounds(how.cu_seqlens, how.max_seqlen)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
         if not how.advance:
@@ -123,7 +119,7 @@ def attention(
     window, softcap, sinks = params.window, params.softcap, params.sinks
     out = q.new_zeros(q.shape, dtype=out_dtype or q.dtype) if out is None else out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
-    bounds = _bounds(params.cu_seqlens_q, params.max_seqlen_q, pages)
+    bounds = pages.bounds(params.cu_seqlens_q, params.max_seqlen_q)
     skipped = params.leftpad_k.tolist() if params.leftpad_k is not None else [0] * pages.num_seqs
     group = q.shape[1] // pages.num_kv_heads
     for seq, length in enumerate(pages.cache_seqlens.tolist()):

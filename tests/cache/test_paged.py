@@ -113,7 +113,7 @@ def test_a_page_has_its_own_scale():
 def test_what_is_stored_is_said_by_the_pages():
     mean = torch.randn(HEADS, DIM)
     default, other = PagedKVCache(HEADS, DIM), PagedKVCache(HEADS, DIM, k_mean=mean, v_mean=mean, **PLAIN)
-    assert flatten_format(default.pages(0).format) == ("k64.int8-v64.e4m3", True, None, None)
+    assert flatten_format(default.pages(0).format) == ("k64.int8-v64.e4m3", True, None, None, None)
     assert (other.pages(0).format.k.dtype, other.pages(0).format.rotate) == (torch.float8_e4m3fn, False)
     assert torch.equal(other.pages(0).format.stored_k_mean, mean) and torch.equal(other.pages(0).format.v_mean, mean)
     assert torch.equal(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8attn.formats.codec import CODECS, E4M3, FP8, codec_of
-from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, pack_k, pack_v, unpack_k, unpack_v
+from fp8attn.formats.page_layout import PAGE_SIZE, V_ORDER, latent_of, pack_k, pack_v, unpack_k, unpack_v
 from fp8attn.formats.rotation import rotate
 from fp8attn.formats.spec import PageSpec
 from fp8attn.pages import KVPages
@@ -70,6 +70,20 @@ def test_every_byte_of_a_page(head_dim, key_dtype):
     header = bytes(pages.pool[1, 2, -128:].tolist())
     assert header == struct.pack("<ff", 0.1, 2.0**-20) + bytes(120)
     assert PageSpec.of(head_dim).layout.nbytes == size and PageSpec.of(head_dim).layout.token_bytes == size // 128
+
+
+def test_every_byte_of_a_page_of_latents():
+    """The codes token by token, the keys with RoPE token by token in FP16, and then the scales, little-endian."""
+    spec = PageSpec.latent(256, 32)
+    pages = KVPages.empty(2, 1, spec, num_seqs=1, max_pages=2)
+    assert pages.pool.shape == (2, 1, 128 * (256 + 64 + 4))
+    codes, rope, scales = latent_of(pages.pool, spec.layout)
+    codes.random_(-127, 128), rope.copy_(torch.randn(rope.shape)), scales.copy_(torch.rand(scales.shape))
+    for page, token, channel in ((0, 0, 0), (1, 1, 2), (1, 127, 31), (0, 64, 17)):
+        run = bytes(pages.pool[page, 0].tolist())
+        assert struct.unpack_from("<b", run, token * 256 + channel)[0] == codes[page, 0, token, channel]
+        assert struct.unpack_from("<e", run, 128 * 256 + (token * 32 + channel) * 2)[0] == rope[page, 0, token, channel]
+        assert struct.unpack_from("<f", run, 128 * (256 + 64) + 4 * token)[0] == scales[page, 0, token]
 
 
 def filled(key_dtype="int8", rotate_keys=False, **means) -> KVPages:

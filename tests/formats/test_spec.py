@@ -12,19 +12,38 @@ from fp8attn import KVPages, PagedKVCache, UsageError
 from fp8attn._torch_ops import resolve
 from fp8attn.formats.codec import CODECS, E4M3, INT8
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.spec import HEAD_DIMS, SPECS, PageSpec, spec_of
+from fp8attn.formats.spec import HEAD_DIMS, RANKS, ROPES, SPECS, PageSpec, spec_of
 
-LATENT = PageSpec(576, 512, INT8, v_in_k=True, scales="token")
+LATENT = PageSpec.latent(512, 64)
 
 
 def test_pages_that_exist_have_names_and_layouts():
-    assert len(SPECS) == len(HEAD_DIMS) * len(CODECS)
+    assert len(SPECS) == len(HEAD_DIMS) * len(CODECS) + len(RANKS) * len(ROPES)
     for name, spec in SPECS.items():
-        assert spec.name == name and spec_of(name) is spec and spec.refusal is None
+        assert spec.name == name and spec_of(name) is spec and spec.refusal is None and PageSpec.of(spec) is spec
+        if spec.v_in_k:
+            continue
         assert PageSpec.of(spec.k_dim, spec.k.name) is spec and spec.v is E4M3
         header = 128 * max(1, spec.k_dim // 256)
         assert spec.layout.nbytes == 256 * spec.k_dim + header and spec.layout.v_offset == 128 * spec.k_dim
+        assert spec.widths == (spec.k_dim, spec.k_dim)
     assert PageSpec.of(64).name == "k64.int8-v64.e4m3"
+
+
+def test_pages_of_latents():
+    """Each part begins at a multiple of 128 bytes, and a token of DeepSeek's 512 + 64 channels has 644 bytes."""
+    assert PageSpec(576, 512, INT8, INT8, v_in_k=True, scales="token") == LATENT
+    assert LATENT.name == "k576.int8-v512.int8-v_in_k-token_scales" and LATENT.layout.token_bytes == 644
+    assert LATENT.widths == (512, 64)
+    for rank in RANKS:
+        for rope in ROPES:
+            spec = PageSpec.latent(rank, rope)
+            layout = spec.layout
+            offsets = layout.k_offset, layout.v_offset, layout.header_offset, layout.nbytes
+            assert offsets == (0, 128 * rank, 128 * (rank + 2 * rope), 128 * (rank + 2 * rope + 4))
+            assert (layout.k_bytes, layout.v_bytes) == (128 * rank, 256 * rope)
+    with pytest.raises(UsageError, match=r"pages k576\.int8.* have no key_dtype='e4m3': leave it out"):
+        PagedKVCache(1, LATENT, key_dtype="e4m3")
 
 
 def test_specs_are_keys():
@@ -45,7 +64,9 @@ REFUSAL = r"there are no pages|head_dim must be one of \(64, 80, 96, 128, 192, 2
 
 
 @pytest.mark.parametrize(
-    "spec", [LATENT, PageSpec(128, 64, INT8), PageSpec.of(72), PageSpec.of(64.0)], ids=lambda spec: spec.name
+    "spec",
+    [PageSpec.latent(384, 64), PageSpec.latent(512, 16), PageSpec(128, 64, INT8), PageSpec.of(72), PageSpec.of(64.0)],
+    ids=lambda spec: spec.name,
 )
 def test_a_format_of_pages_that_do_not_exist_is_refused(spec):
     pages = KVPages.empty(1, 1, 64, num_seqs=1, max_pages=1)

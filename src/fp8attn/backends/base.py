@@ -31,7 +31,9 @@ class Backend(Protocol):
         """Why the backend cannot serve pages of `spec` and inputs of `dtype` on `device`; None if it can."""
 
     def append(self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
-        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences."""
+        """Write tokens `[T, num_kv_heads, head_dim]` at the ends of the sequences. Latents and their keys with RoPE
+        take the places of K and V, each with its own number of channels (`PageSpec.widths`).
+        """
 
     def from_dense(self, k: torch.Tensor, v: torch.Tensor, format: KVFormat, rope: DenseRope | None = None) -> KVPages:
         """Pages of dense K and V `[B, num_kv_heads, S, head_dim]`. E4M3 inputs keep their bytes, with scales of one.
@@ -49,8 +51,8 @@ class Backend(Protocol):
         out: torch.Tensor | None = None,
         new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Without
-        `params.return_lse`, lse is unspecified.
+        """`(out, lse)` of queries `[T, num_q_heads, head_dim]`, written to `out` if there is one. Over latents, `out`
+        has the channels of the latent alone. Without `params.return_lse`, lse is unspecified.
 
         `out` is contiguous, at a multiple of 16 bytes. Dense calls pass none. Their queries are
         `[num_seqs, S, num_q_heads, head_dim]` of any strides, and the result has the memory order of q. They may be
@@ -73,11 +75,10 @@ class Writer:
         self.from_dense = from_dense
 
 
-def empty_rows(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_rows(q: torch.Tensor, pages: KVPages, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of rows that see no key."""
-    return q.new_zeros(q.shape) if out is None else out.zero_(), q.new_full(
-        q.shape[:-1], -torch.inf, dtype=torch.float32
-    )
+    out = q.new_zeros((*q.shape[:-1], pages.spec.v_dim)) if out is None else out.zero_()
+    return out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
 
 
 def attend_tokens(
@@ -87,7 +88,7 @@ def attend_tokens(
     returns an LSE.
     """
     if not params.max_seqlen_q or not pages.page_table.shape[0]:  # no sequence has a query: all rows are padding
-        return empty_rows(q, out)
+        return empty_rows(q, pages, out)
     if q.dim() == 3:
         return kernel(q, pages, params, out)
     q = q.to(torch.bfloat16) if q.dtype == FP8 else q

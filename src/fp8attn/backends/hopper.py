@@ -21,6 +21,8 @@ MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory
 
 def refusal(spec: PageSpec) -> str | None:
     """Why these kernels do not take pages of `spec`, on any GPU; None if they do."""
+    if spec.refusal is None and spec.v_in_k:
+        return f"the kernels for Hopper do not read latents ({spec.name}); the backend 'triton' does"
     if spec.refusal is None and spec.k_dim > MOST_CHANNELS:
         return (
             f"the kernels for Hopper take a head_dim of up to {MOST_CHANNELS}, not {spec.k_dim}; the backend 'triton' "
@@ -64,7 +66,7 @@ class Hopper(Writer):
         if not invariant and params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
             return attend_tokens(self._decode.decode_attention, q, pages, params, out)
         if not pages.page_table.shape[0] or not params.max_seqlen_q:  # no sequence has a query
-            return empty_rows(q, out)
+            return empty_rows(q, pages, out)
         if invariant and q.dim() == 3 and self._prefill.packs(params):
             return self._prefill.packed_attention(q, pages, params, out)
         return self._prefill.prefill_attention(q, pages, params, out, new_keys)

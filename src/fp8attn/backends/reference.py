@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from .. import reference
+from .. import latent, reference
 from ..formats.spec import PageSpec
 from ..pages import KVPages
-from ..params import AttentionParams, BackendName
+from ..params import Append, AttentionParams, BackendName
 from .base import attend_tokens
 
 
@@ -15,7 +15,6 @@ class Reference:
     """`reference.py`, a loop over sequences in plain PyTorch."""
 
     name: BackendName = "reference"
-    append = staticmethod(reference.append)
     from_dense = staticmethod(reference.from_dense)
 
     @staticmethod
@@ -23,6 +22,9 @@ class Reference:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             return f"inputs must be floating point of 16, 32 or 64 bits, not {dtype}"
         return spec.refusal
+
+    def append(self, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
+        (latent if pages.spec.v_in_k else reference).append(pages, k, v, options)
 
     def attention(
         self,
@@ -32,4 +34,4 @@ class Reference:
         out: torch.Tensor | None = None,
         new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return attend_tokens(reference.attention, q, pages, params, out)
+        return attend_tokens((latent if pages.spec.v_in_k else reference).attention, q, pages, params, out)

@@ -8,9 +8,10 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ..checks import check_finite, check_is_tensor
+from ..errors import UsageError
 from ..formats.kv_format import KVFormat
+from ..formats.latent import BLOCK
 from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, scales_of
-from ..formats.rotation import rotate
 from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..scales import LayerScales
@@ -34,6 +35,7 @@ class LayerPages:
         rotate_keys: whether keys are rotated before quantization.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated.
             None: zero.
+        factor: `[num_kv_heads, rank / 128]` float32, of latents (`KVFormat.factor`). None: one.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.
         device: the device of the pool.
     Attributes:
@@ -51,11 +53,14 @@ class LayerPages:
         rotate_keys: bool,
         k_mean: torch.Tensor | None,
         v_mean: torch.Tensor | None,
+        factor: torch.Tensor | None,
         scales: LayerScales | None,
         device: torch.device,
     ) -> None:
         shape = num_kv_heads, spec.k_dim
         if scales is not None:
+            if spec.v_in_k:
+                raise UsageError("calibrated scales are for pages of K and V; leave out scales for latents")
             if not isinstance(scales, LayerScales):
                 raise TypeError(
                     f"scales must be LayerScales, one or a list; got {type(scales).__name__}. KVScales.layer(i) has a "
@@ -75,24 +80,28 @@ class LayerPages:
             if k_mean is not None or v_mean is not None:
                 raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
             k_mean, v_mean = scales.k_mean, scales.v_mean
-        for name, mean in (("k_mean", k_mean), ("v_mean", v_mean)):
-            if mean is not None:
-                check_is_tensor(mean, name, str(list(shape)))
-                if mean.shape != shape:
-                    raise ValueError(f"{name} must be {list(shape)}; got {list(mean.shape)}")
-                check_finite(mean, name)
+        for name, x, width in (
+            ("k_mean", k_mean, spec.k_dim),
+            ("v_mean", v_mean, spec.v_dim),
+            ("factor", factor, spec.v_dim // BLOCK),
+        ):
+            if x is not None:
+                check_is_tensor(x, name, f"[{num_kv_heads}, {width}]")
+                if x.shape != (num_kv_heads, width):
+                    raise ValueError(f"{name} must be [{num_kv_heads}, {width}]; got {list(x.shape)}")
+                check_finite(x, name)
         self.scales, self.device, self.num_kv_heads = scales, device, num_kv_heads
         self.pool: torch.Tensor | None = None
         self._pages: KVPages | None = None  # None after a tensor of this layer was replaced
         self.format = KVFormat(spec.name, rotate_keys)
-        if k_mean is not None or v_mean is not None:
-            k_mean, v_mean = (None if mean is None else mean.float() for mean in (k_mean, v_mean))
-            self.use_means(rotate(k_mean) if k_mean is not None and rotate_keys else k_mean, v_mean)
+        if k_mean is not None or v_mean is not None or factor is not None or spec.v_in_k:
+            static = (None if x is None else x.float() for x in (k_mean, v_mean, factor))
+            self.use_tensors(*KVFormat.of(spec, spec.k.name, rotate_keys, *static).tensors)
 
-    def use_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> None:
-        """Set the means to those of another cache's pages."""
-        means = (None if mean is None else mean.to(self.device, non_blocking=True) for mean in (stored_k_mean, v_mean))
-        self.format, self._pages = self.format.with_means(*means), None
+    def use_tensors(self, *tensors: torch.Tensor | None) -> None:
+        """Set the static tensors of the format (`KVFormat.tensors`), as to those of another cache's pages."""
+        moved = (None if x is None else x.to(self.device, non_blocking=True) for x in tensors)
+        self.format, self._pages = KVFormat(self.format.name, self.format.rotate, *moved), None
 
     def replace(self, pool: torch.Tensor) -> torch.Tensor:
         """Set another pool, and free the old one."""
@@ -126,7 +135,11 @@ class LayerPages:
         return self.replace(pool)
 
     def drop_tails(self, pages: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Drop the tokens of `pages [N]` after the first `lengths [N]`: V becomes zero there."""
+        """Drop the tokens of `pages [N]` after the first `lengths [N]`: V becomes zero there. Of latents, no kernel
+        reads what is past the end.
+        """
+        if self.format.spec.v_in_k:
+            return
         dropped = torch.arange(PAGE_SIZE, device=pages.device) >= lengths[:, None]
         dropped = dropped.unflatten(1, (-1, V_GROUP))[:, :, list(V_ORDER)]
         v = KVPages.trusted(self.pool, None, None, self.format).v.view(torch.uint8)

@@ -38,7 +38,8 @@ class PagedKVCache:
     A cache is not thread-safe.
 
     Args:
-        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `formats.spec.HEAD_DIMS`.
+        num_kv_heads, head_dim: the shape of every layer; head_dim is one of `formats.spec.HEAD_DIMS`, or a `PageSpec`:
+            `PagedKVCache(1, PageSpec.latent(512, 64))` caches latents (MLA).
         num_layers: number of layers. `append` and `attention` take the number of a layer, from 0.
         num_seqs: number of sequences (the batch).
         num_pages: pages of 128 tokens that each layer allocates at the start. Its pool never grows. None: the pools
@@ -56,6 +57,8 @@ class PagedKVCache:
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted from K (after RoPE) and V before quantization.
             This makes rounding errors smaller if a mean is several standard deviations, and does not change attention.
             None: zero. Or a list with one for each layer.
+        factor: `[num_kv_heads, rank / 128]` float32, how large each block of 128 channels of a latent is beside the
+            others. None: one. Or a list with one for each layer.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`. `key_dtype` and
             `rotate_keys` must be the calibrated ones. Or a list with one for each layer.
         device: the device of the pages.
@@ -71,7 +74,7 @@ class PagedKVCache:
     def __init__(
         self,
         num_kv_heads: int,
-        head_dim: int,
+        head_dim: int | PageSpec,
         *,
         num_layers: int = 1,
         num_seqs: int = 1,
@@ -82,6 +85,7 @@ class PagedKVCache:
         rotate_keys: bool | Sequence[bool] = True,
         k_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         v_mean: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        factor: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
         scales: LayerScales | Sequence[LayerScales] | None = None,
         device: torch.device | str | None = None,
         backend: BackendName = "auto",
@@ -92,14 +96,17 @@ class PagedKVCache:
         num_pages = _check_sizes(num_kv_heads, num_layers, num_seqs, num_pages, max_seqlen, window)
         check_backend(backend)
         self.num_kv_heads, self.head_dim, self.device = num_kv_heads, self.spec.k_dim, _device(device)
-        self.key_dtype, self.backend, self.max_seqlen, self.window = key_dtype, backend, max_seqlen, window
-        options = {"rotate_keys": rotate_keys, "k_mean": k_mean, "v_mean": v_mean, "scales": scales}
+        self.key_dtype: KeyDtype = self.spec.k.name
+        self.backend, self.max_seqlen, self.window = backend, max_seqlen, window
+        options = {
+            "rotate_keys": rotate_keys, "k_mean": k_mean, "v_mean": v_mean, "factor": factor, "scales": scales,
+        }  # fmt: skip
         of_layers = [_each(name, value, num_layers) for name, value in options.items()]
         for rotated in of_layers[0]:
             check_flags(rotate_keys=rotated)
         self.layers = [
-            LayerPages(num_kv_heads, self.spec, rotated, k, v, of_layer, self.device)
-            for rotated, k, v, of_layer in zip(*of_layers, strict=True)
+            LayerPages(num_kv_heads, self.spec, rotated, k, v, blocks, of_layer, self.device)
+            for rotated, k, v, blocks, of_layer in zip(*of_layers, strict=True)
         ]
         if num_pages is not None:  # before the page table, whose lists on the host are as long
             for layer in self.layers:
@@ -169,7 +176,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
-        of_layers = [(layer.pool, layer.format.stored_k_mean, layer.format.v_mean) for layer in self.layers]
+        of_layers = [(layer.pool, *layer.format.tensors) for layer in self.layers]
         tensors = [x for xs in of_layers for x in xs if x is not None]
         return sum(x.nbytes for x in (*tensors, self.table.page_table, *self.table.cache_seqlens))
 
@@ -206,7 +213,8 @@ class PagedKVCache:
 
         Args:
             layer: the layer's number.
-            k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE.
+            k, v: `[T, num_kv_heads, head_dim]`, all new tokens, sequence after sequence; K after RoPE. Or latents and
+                their keys with RoPE, as `fp8attn.append` takes them.
             lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for
                 each.
         Raises:
@@ -283,8 +291,8 @@ class PagedKVCache:
                 `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means
                 that one.
         Returns:
-            `out [T, num_q_heads, head_dim]` in q's dtype, and with `return_lse` also the LSE `[T, num_q_heads]`
-            float32.
+            `out [T, num_q_heads, head_dim]` (of latents `[T, num_q_heads, rank]`) in q's dtype, and with `return_lse`
+            also the LSE `[T, num_q_heads]` float32.
         Raises:
             ValueError: q has another number of tokens than the last append, or the layer has appended nothing.
         """
@@ -473,8 +481,8 @@ class PagedKVCache:
         """A cache of these layers of a file; see `load`."""
         saved = storage.unpack(tensors, layers, path, max_seqlen)
         cache = cls(**saved.options, max_seqlen=max_seqlen, num_pages=num_pages, device=device, backend=backend)
-        for layer, means in zip(cache.layers, saved.means, strict=True):
-            layer.use_means(*means)  # the same bits, because K's mean is not rotated again
+        for layer, static in zip(cache.layers, saved.static, strict=True):
+            layer.use_tensors(*static)  # the same bits, because K's mean is not rotated again
         cache.table.fill(saved.lengths, saved.tables, saved.pools)
         cache._mark_static()  # the means are new
         return cache
@@ -528,7 +536,11 @@ class PagedKVCache:
         return pages.pages(table.page_table, lengths, table.num_pages)
 
     def kernel_layers(self, backend: BackendName, dtype: torch.dtype) -> set[KernelLayer]:
-        """The different formats of the layers, for `precompile`. The number of query heads is not known here."""
+        """The different formats of the layers, for `precompile`. The number of query heads is not known here. Kernels
+        of latents are few, and compiled at their first launch.
+        """
+        if self.spec.v_in_k:
+            return set()
         return {
             KernelLayer(
                 self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend,

@@ -115,7 +115,8 @@ class Steps:
             columns = num_pages_of(longest) if table.counted and not any(before) else None
         elif longest > table.headroom:
             # `ops.run_from_dense` has no static scales.
-            begins = not table.num_pages and lengths is None and all(layer.scales is None for layer in table.layers)
+            begins = not table.num_pages and lengths is None
+            begins = begins and all(x.scales is None and not x.format.spec.v_in_k for x in table.layers)
             if begins:
                 table.begin(longest)
             else:

@@ -11,9 +11,11 @@ them |
 the window |
 | `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent:
 zero |
+| `factor.LAYER` | `[num_kv_heads, rank / 128]` float32 | `KVFormat.factor`; absent: one |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, and the window.
+Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, the window, and of
+latents the name of their `PageSpec`.
 Layers have the numbers of their model. So a file does not depend on how a model's layers were divided over caches, such
 as those of several devices.
 """
@@ -32,14 +34,17 @@ from safetensors import SafetensorError, safe_open
 from ..checks import check_tensor
 from ..errors import UsageError
 from ..files import write_tensors
+from ..formats.latent import BLOCK
 from ..formats.page_layout import PAGE_SIZE
-from ..formats.spec import PageSpec
+from ..formats.spec import PageSpec, spec_of
 from ..scales import TENSORS, LayerScales
 from .page_table import PageTable, first_column, num_pages_of
 
 Layers = dict[int, dict[str, Any]]  # of each layer of a file: `SHARED`, and `rotate_keys`
 FORMAT = "fp8attn.kv_pages.4"
-SHARED = ("num_kv_heads", "head_dim", "page_size", "key_dtype", "window")  # what the layers of one cache have in common
+# What the layers of one cache have in common, and those of latents also the name of their spec.
+SHARED = ("num_kv_heads", "head_dim", "page_size", "key_dtype", "window")
+STATIC = ("k_mean", "v_mean", "factor")  # the names of `KVFormat.tensors`
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
@@ -52,14 +57,14 @@ class Saved(NamedTuple):
         lengths: tokens of each sequence.
         tables: the pages of each sequence, as indices into the pools; -1 left of the window.
         pools: `[num_pages, num_kv_heads, page_bytes]` uint8 of each layer.
-        means: of each layer, `KVFormat.stored_k_mean` and `v_mean`.
+        static: of each layer, `KVFormat.tensors`.
     """
 
     options: dict[str, Any]
     lengths: list[int]
     tables: list[list[int]]
     pools: list[torch.Tensor]
-    means: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+    static: list[tuple[torch.Tensor | None, ...]]
 
 
 def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple[dict[str, torch.Tensor], Layers]:
@@ -74,14 +79,16 @@ def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple
     layers: Layers = {}
     index = table.to_device(list(places), torch.long)
     for number, layer in zip(numbers, table.layers, strict=True):
-        format = layer.format
-        values = layer.num_kv_heads, format.spec.k_dim, PAGE_SIZE, format.k.name, table.window
+        format, spec = layer.format, layer.format.spec
+        values = layer.num_kv_heads, spec.k_dim, PAGE_SIZE, spec.k.name, table.window
         layers[number] = dict(zip(SHARED, values, strict=True)) | {"rotate_keys": format.rotate}
+        if spec.v_in_k:
+            layers[number]["spec"] = spec.name
         tensors[f"pages.{number}"] = layer.fit(table.num_pages)[index].cpu()
         tensors[f"page_table.{number}"] = torch.tensor(rows, dtype=torch.int32)
-        for name, mean in (("k_mean", format.stored_k_mean), ("v_mean", format.v_mean)):
-            if mean is not None:
-                tensors[f"{name}.{number}"] = mean.cpu().clone()  # tensors in a file share no memory
+        for name, x in zip(STATIC, format.tensors, strict=True):
+            if x is not None:
+                tensors[f"{name}.{number}"] = x.cpu().clone()  # tensors in a file share no memory
         if layer.scales is not None:
             tensors |= {f"scales.{number}.{name}": getattr(layer.scales, name).cpu().clone() for name in TENSORS}
     return tensors, layers
@@ -89,7 +96,7 @@ def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple
 
 def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, max_seqlen: int | None) -> Saved:
     """The sequences of these layers of a file; see `PagedKVCache.load`."""
-    shapes = [[layer.get(name) for name in SHARED] for layer in layers.values()]
+    shapes = [[layer.get(name) for name in (*SHARED, "spec")] for layer in layers.values()]
     if any(shape != shapes[0] for shape in shapes):
         raise UsageError(
             f"{path} has layers of several shapes or windows, and a PagedKVCache has one; FP8Cache.load reads the file"
@@ -98,9 +105,12 @@ def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, m
         numbers, shared = list(layers), dict(next(iter(layers.values())))
         shared["rotate_keys"] = [layer["rotate_keys"] for layer in layers.values()]
         page_size = shared.pop("page_size")
+        spec = spec_of(shared.pop("spec")) if "spec" in shared else PageSpec.of(shared["head_dim"], shared["key_dtype"])
+        shared["head_dim"] = spec
         if page_size == PAGE_SIZE:
             lengths, tables = _table(tensors, numbers, shared["window"])
-            pools = _pools(tensors, numbers, 1 + max((page for pages in tables for page in pages), default=-1), shared)
+            num_pages = 1 + max((page for pages in tables for page in pages), default=-1)
+            pools = _pools(tensors, numbers, num_pages, shared["num_kv_heads"], spec)
     except (KeyError, StopIteration, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
     if page_size != PAGE_SIZE:
@@ -120,9 +130,9 @@ def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, m
             )
             for number, rotated in zip(numbers, shared["rotate_keys"], strict=True)
         ]  # fmt: skip
-    means = [(tensors.get(f"k_mean.{number}"), tensors.get(f"v_mean.{number}")) for number in numbers]
+    static = [tuple(tensors.get(f"{name}.{number}") for name in STATIC) for number in numbers]
     options = shared | {"num_layers": len(numbers), "num_seqs": len(lengths)}
-    return Saved(options, lengths, tables, pools, means)
+    return Saved(options, lengths, tables, pools, static)
 
 
 def _has_scales(tensors: dict[str, torch.Tensor], numbers: list[int]) -> bool:
@@ -156,16 +166,15 @@ def _table(
 
 
 def _pools(
-    tensors: dict[str, torch.Tensor], numbers: list[int], num_pages: int, shared: dict[str, Any]
+    tensors: dict[str, torch.Tensor], numbers: list[int], num_pages: int, heads: int, spec: PageSpec
 ) -> list[torch.Tensor]:
     """The pages of each layer of a cache. Raises ValueError for other shapes, which a copy would broadcast."""
-    heads, head_dim = shared["num_kv_heads"], shared["head_dim"]
-    pool, scale, mean = (num_pages, heads, PageSpec.of(head_dim).layout.nbytes), (heads,), (heads, head_dim)
+    pool, scale, mean = (num_pages, heads, spec.layout.nbytes), (heads,), (heads, spec.k_dim)
     for number in numbers:
         check_tensor(tensors[f"pages.{number}"], f"pages.{number}", pool, torch.uint8, CPU)
-        for name in (f"{x}_mean.{number}" for x in "kv"):
-            if name in tensors:
-                check_tensor(tensors[name], name, mean, torch.float32, CPU)
+        for kind, width in zip(STATIC, (spec.k_dim, spec.v_dim, spec.v_dim // BLOCK), strict=True):
+            if (name := f"{kind}.{number}") in tensors:
+                check_tensor(tensors[name], name, (heads, width), torch.float32, CPU)
         for name in TENSORS if _has_scales(tensors, numbers) else ():
             shape = mean if name.endswith("mean") else scale
             check_tensor(tensors[f"scales.{number}.{name}"], f"scales.{number}.{name}", shape, None, CPU)

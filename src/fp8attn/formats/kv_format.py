@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import UsageError
 from .codec import Codec
 from .page_layout import PageLayout
 from .rotation import rotate
@@ -19,6 +20,8 @@ class KVFormat:
         rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_8bit * v_scale[page, head] +
         v_mean[head]
 
+    `formats/latent.py` has the equation of latents, whose mean is `v_mean`.
+
     Attributes:
         name: that of the spec (`spec.PageSpec.name`). Compiled code takes a string as a constant, and would make the
             numbers of a spec symbolic.
@@ -26,33 +29,47 @@ class KVFormat:
         stored_k_mean, v_mean: `[num_kv_heads, k_dim]` and `[num_kv_heads, v_dim]` float32, subtracted before
             quantization. None: zero. If K is rotated, so is its mean here, because it is subtracted from what is
             stored. Every function that takes a `k_mean` takes K's own mean.
+        factor: `[num_kv_heads, v_dim / 128]` float32, by which each block of 128 channels of a latent is divided before
+            quantization. None: one. Only for latents.
     """
 
     name: str
     rotate: bool = True
     stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
 
     @classmethod
     def of(
         cls,
-        head_dim: int,
+        head_dim: int | PageSpec,
         key_dtype: str,
         rotate_keys: bool,
         k_mean: torch.Tensor | None = None,
         v_mean: torch.Tensor | None = None,
+        factor: torch.Tensor | None = None,
     ) -> KVFormat:
         """The format that the keywords of public functions describe. `k_mean` is K's own mean.
 
         Raises:
-            UsageError: there is no such key_dtype.
+            UsageError: there is no such key_dtype, or latents get what only K has, or K and V what only latents have.
         """
+        spec = PageSpec.of(head_dim, key_dtype)
+        if spec.v_in_k and (k_mean is not None or not rotate_keys):
+            raise UsageError("latents are rotated, and their mean is v_mean: leave out k_mean and rotate_keys")
+        if factor is not None and not spec.v_in_k:
+            raise UsageError(f"factor is for latents (PageSpec.latent), not for pages {spec.name}: leave it out")
         stored_k_mean = rotate(k_mean) if k_mean is not None and rotate_keys else k_mean
-        return cls(PageSpec.of(head_dim, key_dtype).name, rotate_keys, stored_k_mean, v_mean)
+        return cls(spec.name, rotate_keys, stored_k_mean, v_mean, factor)
 
     def with_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
         """This format with other means, in the form in which it has them."""
         return replace(self, stored_k_mean=stored_k_mean, v_mean=v_mean)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The static tensors, in the order of the fields."""
+        return self.stored_k_mean, self.v_mean, self.factor
 
     @property
     def spec(self) -> PageSpec:

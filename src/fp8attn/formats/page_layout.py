@@ -1,7 +1,8 @@
 """The page layout, which every writer and every kernel uses: the only place that says where a byte of a page is.
 
 A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their
-scales.
+scales. A page of latent attention (MLA) holds the codes of 128 latents `[128, rank]`, their keys with RoPE
+`[128, rope]` in FP16, and one scale for each token `[128]` float32.
 
 A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers
 of both (Gemma 4) blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
@@ -39,9 +40,10 @@ class PageLayout:
     that a kernel's key in Triton's cache covers them.
 
     Attributes:
-        k_offset, k_bytes: K, `[128, k_dim]` codes.
-        v_offset, v_bytes: V, `[8, v_dim, 16]` codes, the tokens of a group in `V_ORDER`.
-        header_offset: the header, `HEADER` bytes.
+        k_offset, k_bytes: K, `[128, k_dim]` codes. Of latents: their codes `[128, v_dim]`.
+        v_offset, v_bytes: V, `[8, v_dim, 16]` codes, the tokens of a group in `V_ORDER`. Of latents: the keys with
+            RoPE, `[128, k_dim - v_dim]` FP16.
+        header_offset: the header, `HEADER` bytes. Of latents: the scales, `[128]` float32.
         nbytes: the page.
     """
 
@@ -66,6 +68,13 @@ class PageLayout:
         nbytes = k_bytes + v_bytes + HEADER * max(1, k_dim // 256)
         return cls(k_dim, v_dim, 0, k_bytes, k_bytes, v_bytes, nbytes - HEADER, nbytes)
 
+    @classmethod
+    def latent(cls, k_dim: int, v_dim: int) -> PageLayout:
+        """The layout of pages of latents with `v_dim` channels, and `k_dim - v_dim` channels with RoPE."""
+        code_bytes, rope_bytes = PAGE_SIZE * v_dim, 2 * PAGE_SIZE * (k_dim - v_dim)
+        scales = code_bytes + rope_bytes
+        return cls(k_dim, v_dim, 0, code_bytes, code_bytes, rope_bytes, scales, scales + 4 * PAGE_SIZE)
+
 
 # Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8, whose header is at the end of a page
 
@@ -79,6 +88,19 @@ def v_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tens
     """V `[num_pages, num_kv_heads, 8, v_dim, 16]` of `dtype`, which has one byte."""
     v = pool[:, :, page.v_offset : page.v_offset + page.v_bytes].view(dtype)
     return v.unflatten(2, (PAGE_SIZE // V_GROUP, page.v_dim, V_GROUP))
+
+
+def latent_of(pool: torch.Tensor, page: PageLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a pool of latents: the codes `[num_pages, num_kv_heads, 128, rank]` int8, the keys with RoPE
+    `[num_pages, num_kv_heads, 128, rope]` float16 and the scales `[num_pages, num_kv_heads, 128]` float32.
+    """
+    codes = pool[:, :, : page.v_offset].view(torch.int8).unflatten(2, (PAGE_SIZE, page.v_dim))
+    rope = pool[:, :, page.v_offset : page.header_offset].view(torch.float16)
+    return (
+        codes,
+        rope.unflatten(2, (PAGE_SIZE, page.k_dim - page.v_dim)),
+        pool[:, :, page.header_offset :].view(torch.float32),
+    )
 
 
 def scales_of(pool: torch.Tensor) -> torch.Tensor:

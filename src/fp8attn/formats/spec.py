@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..errors import UsageError
-from .codec import CODECS, DEFAULT_KEY_DTYPE, E4M3, Codec, codec_of
+from .codec import CODECS, DEFAULT_KEY_DTYPE, E4M3, INT8, Codec, codec_of
 from .page_layout import PAGE_SIZE, PageLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # channels of heads that pages exist for
+RANKS = (128, 256, 512, 1024)  # channels of latents, and of the key with RoPE beside them, that pages exist for
+ROPES = (0, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,13 @@ class PageSpec:
 
     Attributes:
         k_dim, v_dim: channels of K and of V.
-        k, v: the codecs. V's is always `E4M3`.
+        k, v: the codecs. V's is `E4M3`, or that of K if V is in K.
         v_in_k: whether V is the first `v_dim` channels of K, as in multi-head latent attention, so that only K is
-            stored.
+            stored. The other channels of K, which have RoPE, are in FP16.
         scales: whether a page has one scale of K and one of V, or each token its own.
         tokens: tokens of a page.
         name: all of the above in one word, by which torch ops and compiled code pass a spec.
+        widths: channels of the two tensors that an append takes: K and V, or the latent and the key with RoPE.
     """
 
     k_dim: int
@@ -39,25 +42,38 @@ class PageSpec:
 
     if TYPE_CHECKING:
         name: ClassVar[str]
+        widths: ClassVar[tuple[int, int]]
 
     def __post_init__(self) -> None:
         name = f"k{self.k_dim}.{self.k.name}-v{self.v_dim}.{self.v.name}"
         name += ("-v_in_k" if self.v_in_k else "") + ("" if self.scales == "page" else f"-{self.scales}_scales")
-        # It is no field: Dynamo passes every field of a frozen dataclass to the constructor.
+        # They are no fields: Dynamo passes every field of a frozen dataclass to the constructor.
         vars(self)["name"] = name + ("" if self.tokens == PAGE_SIZE else f"-{self.tokens}_tokens")
+        vars(self)["widths"] = (self.v_dim, self.k_dim - self.v_dim) if self.v_in_k else (self.k_dim, self.v_dim)
 
     @classmethod
-    def of(cls, head_dim: int, key_dtype: str = DEFAULT_KEY_DTYPE) -> PageSpec:
-        """The spec that the keywords of public functions describe: K and V of `head_dim` channels.
+    def of(cls, head_dim: int | PageSpec, key_dtype: str = DEFAULT_KEY_DTYPE) -> PageSpec:
+        """The spec that the keywords of public functions describe: K and V of `head_dim` channels, or the spec itself.
 
         Raises:
-            UsageError: there is no such key_dtype.
+            UsageError: there is no such key_dtype, or the given spec has another.
         """
+        if isinstance(head_dim, PageSpec):
+            if key_dtype not in (DEFAULT_KEY_DTYPE, head_dim.k.name):
+                raise UsageError(f"pages {head_dim.name} have no key_dtype={key_dtype!r}: leave it out")
+            return head_dim
         codec = codec_of(key_dtype)
         for spec in SPECS.values():
-            if spec.k_dim == head_dim and spec.k is codec and not isinstance(head_dim, float):
+            if spec.k_dim == head_dim and spec.k is codec and not spec.v_in_k and not isinstance(head_dim, float):
                 return spec
         return cls(head_dim, head_dim, codec)
+
+    @classmethod
+    def latent(cls, rank: int, rope: int) -> PageSpec:
+        """The spec of latent attention (MLA): `rank` channels that are key and value of all heads, and `rope` channels
+        of a key with RoPE. `refusal` says whether there are such pages.
+        """
+        return cls(rank + rope, rank, INT8, INT8, v_in_k=True, scales="token")
 
     @property
     def refusal(self) -> str | None:
@@ -68,7 +84,8 @@ class PageSpec:
             return f"head_dim must be one of {HEAD_DIMS}; got {self.k_dim!r}"
         return (
             f"there are no pages {self.name}: K and V must have one head_dim of {HEAD_DIMS} and be stored separately, "
-            f"V in E4M3, with scales of pages of {PAGE_SIZE} tokens"
+            f"V in E4M3, with scales of pages; or be a latent of {RANKS} channels and a key with RoPE of {ROPES} "
+            f"(PageSpec.latent); in pages of {PAGE_SIZE} tokens"
         )
 
     @property
@@ -99,8 +116,11 @@ def spec_of(name: str) -> PageSpec:
 # The pages that exist, by name.
 SPECS = {
     spec.name: spec
-    for codec in CODECS.values()
-    for head_dim in HEAD_DIMS
-    for spec in [PageSpec(head_dim, head_dim, codec)]
+    for spec in (
+        *(PageSpec(head_dim, head_dim, codec) for codec in CODECS.values() for head_dim in HEAD_DIMS),
+        *(PageSpec.latent(rank, rope) for rank in RANKS for rope in ROPES),
+    )
 }
-LAYOUTS = {spec.name: PageLayout.of(spec.k_dim, spec.v_dim) for spec in SPECS.values()}
+LAYOUTS = {
+    spec.name: (PageLayout.latent if spec.v_in_k else PageLayout.of)(spec.k_dim, spec.v_dim) for spec in SPECS.values()
+}
