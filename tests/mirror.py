@@ -112,7 +112,6 @@ ROWS = {
     "fp8attn/kernels/tiles.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/kernels/portable/": ("kernels/test_compile.py", "kernels/test_window_plans.py"),
     "fp8attn/kernels/ptx.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
-    "fp8attn/mode/graph.py": ("mode/test_compiled.py",),
     "fp8attn/mode/report.py": ("mode/test_policy.py",),
     "fp8attn/ops.py": ("test_inference_mode.py",),
     "fp8attn/pages.py": ("test_ops.py", "formats/test_page_layout.py"),

@@ -6,7 +6,6 @@
 | `policy.py` | `AttentionPolicy`: which calls run in FP8 |
 | `report.py` | `AttentionReport`: which calls did, and why the others did not |
 | `sites.py` | which module of the model makes a call |
-| `graph.py` | attention in compiled code, which the report counts, too |
 """
 
 from .mode import fp8_attention

@@ -29,9 +29,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..dense.sdpa import fallback_reason, log_fallback, scaled_dot_product_attention
+from .._torch_ops import register
+from ..dense.sdpa import (
+    attend_dense,
+    autocast,
+    batched,
+    fallback_reason,
+    log_fallback,
+    scaled_dot_product_attention,
+    sdpa_fake,
+)
 from ..errors import UsageError
-from .graph import attend_in_graph, count_runs
 from .policy import AttentionPolicy
 from .report import AttentionReport, ModuleCalls
 from .sites import Site, hooks_on, thread
@@ -91,7 +99,7 @@ def fp8_attention(
             "fp8_attention(policy, model)"
         )
     mode = _Mode(policy, getattr(thread, "mode", None))
-    with _entered(mode), nullcontext() if model is None else hooks_on(mode, model, layers), mode:
+    with _entered(mode), nullcontext() if model is None else hooks_on(model, layers, policy) as mode.slot, mode:
         yield mode.report
 
 
@@ -159,7 +167,7 @@ class _Mode(TorchFunctionMode):
                 return torch.ops.aten.scaled_dot_product_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
-            return attend_in_graph(query, key, value, is_causal, scale, self.policy, self.level)
+            return _attend_in_graph(query, key, value, is_causal, scale, self.policy, self.level)
         self.row(reason).count(query, key)
         if reason is not None:
             log_fallback(reason, query, key, value)
@@ -231,14 +239,35 @@ def _compiled(level: int, reason: str | None) -> None:
         mode.row(reason).compiled += 1
 
 
-vars(_compiled)["_dynamo_marked_constant"] = (
-    True  # as torch.compiler.assume_constant_result does, without importing all of Dynamo
-)
+# As torch.compiler.assume_constant_result does, without importing all of Dynamo.
+vars(_compiled)["_dynamo_marked_constant"] = True
 
 
-@count_runs
-def _ran(level: int, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Count a call in FP8 that a graph makes now. Outside contexts, as in an exported program, nothing is counted."""
+def _attend_in_graph(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
+    policy: AttentionPolicy, level: int,
+) -> torch.Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in code that is traced inside the context
+    of this level: a torch op of its own, so that the context's report counts its runs.
+    """
+    q, k, v = (batched(x) for x in autocast(query, key, value))
+    out = torch.ops.fp8attn.sdpa_of_context(
+        q, k, v, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend, level
+    )
+    return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
+
+
+def _sdpa_of_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
+    *options, level = args
     mode = _of_level(level)
-    if mode is not None:
-        mode.row(None).count(query, key)
+    if mode is not None:  # outside contexts, as in an exported program, nothing is counted
+        mode.row(None).count(q, k)
+    return attend_dense(q, k, v, None, None, *options)
+
+
+register(
+    "sdpa_of_context(Tensor q, Tensor k, Tensor v, bool is_causal, float? scale, str key_dtype, bool rotate_keys, str "
+    "backend, int level) -> Tensor",
+    _sdpa_of_context,
+    sdpa_fake,
+)

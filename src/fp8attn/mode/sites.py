@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -14,14 +14,6 @@ from ..errors import UsageError
 from .policy import AttentionPolicy
 
 thread = threading.local()  # its attribute `mode` is the innermost mode of this thread
-
-
-class Context(Protocol):
-    """What is read of a mode, and set."""
-
-    policy: AttentionPolicy
-    slot: int | None
-    site: Site | None
 
 
 class Site:
@@ -68,24 +60,24 @@ slots_lock = threading.Lock()
 
 
 @contextmanager
-def hooks_on(mode: Context, model: nn.Module, layers: Sequence[nn.Module] | None) -> Iterator[None]:
+def hooks_on(model: nn.Module, layers: Sequence[nn.Module] | None, policy: AttentionPolicy) -> Iterator[int]:
     """Hooks on the model, and on its modules that may call attention: those with children, and those that the policy
-    names.
+    names. Yields their slot, by which they find the mode.
     """
     with slots_lock:
-        mode.slot = slot = next(slot for slot in range(len(slots) + 1) if slot not in slots)
+        slot = next(slot for slot in range(len(slots) + 1) if slot not in slots)
         slots.add(slot)
     # A handle of register_forward_hook has a new number each time. Dynamo guards on it, so every block would be
     # compiled separately.
     hook: Any = f"fp8attn-{slot}"  # torch declares int, the handles' numbers
     sites: dict[nn.Module, Site] = {}
     try:
-        sites = _sites(mode.policy, slot, getattr(model, "_orig_mod", model), layers)  # torch.compile wraps a model
+        sites = _sites(policy, slot, getattr(model, "_orig_mod", model), layers)  # torch.compile wraps a model
         for module, site in sites.items():
             module._forward_pre_hooks[hook] = site.enter
             module._forward_hooks[hook] = site.leave
             module._forward_hooks_always_called[hook] = True
-        yield
+        yield slot
     finally:
         for module in sites:
             module._forward_pre_hooks.pop(hook, None)
@@ -131,21 +123,19 @@ def _sites(
         while above and parent is None:
             above = above.rpartition(".")[0]
             parent = by_name.get(above)
-        own = index.get(module)  # of a layer itself
-        number = own if own is not None or parent is None else parent.layer
-        reason = None if parent is None else parent.reason
-        by_number = None if own is None else policy.layer_reason(own, len(layers))
-        if by_number is not None:
-            reason = by_number
-        elif matched is not None:
+        number, reason = (None, None) if parent is None else (parent.layer, parent.reason)
+        if matched is not None:
             reason = f"left out by name ({matched})"
+        if module in index:
+            number = index[module]
+            reason = policy.layer_reason(number, len(layers)) or reason
         sites[module] = by_name[name] = Site(name, number, reason, parent, slot)
     return sites
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The contents of the outermost `ModuleList`s."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
-        found += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
-    return found
+        layers += list(child) if isinstance(child, nn.ModuleList) else _layers(child)
+    return layers
