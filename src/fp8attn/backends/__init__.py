@@ -62,20 +62,24 @@ def unsupported_reason(
         UsageError: there is no such backend.
     """
     check_backend(backend, DENSE_BACKENDS)
-    device, spec, reason = torch.device(device), PageSpec.of(head_dim or HEAD_DIMS[0]), None
     if backend == "fa3":
         return fa3.unsupported_reason(device, dtype)
-    for name in _tried(backend, device):
-        if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
-            return None
-    return reason
+    return _first(backend, torch.device(device), dtype, PageSpec.of(head_dim or HEAD_DIMS[0]))[1]
 
 
-def _tried(backend: BackendName, device: torch.device) -> tuple[BackendName, ...]:
-    """The backends that a name means, in order."""
+def _first(
+    backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec
+) -> tuple[BackendName, str | None]:
+    """Of the backends that a name means, the first one that can serve this, and None; or the last one, and why it
+    cannot.
+    """
+    names: tuple[BackendName, ...] = (backend,)
     if backend == "auto":
-        return ("reference",) if device.type == "cpu" else ("hopper", "triton")
-    return (backend,)
+        names = ("reference",) if device.type == "cpu" else ("hopper", "triton")
+    for name in names:
+        if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
+            break
+    return name, reason
 
 
 def select_backend(
@@ -98,9 +102,9 @@ def choose(backend: BackendName, device: torch.device, dtype: torch.dtype, spec:
             f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}"
         )
     check_backend(backend)
-    for name in _tried(backend, device):
-        if (reason := _CLASSES[name].supports(spec, dtype, device)) is None:
-            return _CLASSES[name].name
+    name, reason = _first(backend, device, dtype, spec)
+    if reason is None:
+        return name
     hint = "; backend='reference' runs anywhere, slowly" if name != "reference" and spec.refusal is None else ""
     raise UsageError(f"backend {name!r} cannot run here: {reason}{hint}")
 

@@ -12,10 +12,10 @@ version does not determine how it sums. `fp8attn_tools/diagnostics/accumulation.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -46,28 +46,16 @@ NEUTRAL = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """An installed FlashAttention-3.
 
     Attributes:
         name: what users import.
-        op: its torch op.
-        neutral: the op's arguments in order, with every feature off.
-        positions: each argument's index, by name.
+        run: its torch op, which takes the arguments that its schema names. Every feature is off unless one is given.
     """
 
     name: str
-    op: Callable[..., object]
-    neutral: tuple
-    positions: Mapping[str, int]
-
-    def __call__(self, **arguments: object) -> None:
-        """Run the op on arguments given by the names in its schema."""
-        args = list(self.neutral)
-        for name, x in arguments.items():
-            args[self.positions[name]] = x
-        self.op(*args)
+    run: Callable[..., object]
 
 
 @cache  # a build that was not found is searched again at the next call
@@ -92,20 +80,17 @@ def find(name: str) -> Build:
         if not hasattr(ops, "fwd"):
             raise LookupError(f"{library} registers no {namespace}::fwd")
     op = ops.fwd.default
-    neutral = []
+    neutral = {}
     for argument in op._schema.arguments:
-        if argument.has_default_value():
-            neutral.append(argument.default_value)
-        elif argument.name in GIVEN or isinstance(argument.type, torch.OptionalType):
-            neutral.append(None)
-        elif argument.name in NEUTRAL:
-            neutral.append(NEUTRAL[argument.name])
-        else:
+        if argument.has_default_value() or argument.name in GIVEN:
+            continue
+        if argument.name not in NEUTRAL and not isinstance(argument.type, torch.OptionalType):
             raise LookupError(
                 f"{namespace}::fwd has an argument {argument.name!r} that this version of fp8attn cannot set; install "
                 f"another build"
             )
-    return Build(name, op, tuple(neutral), {argument.name: i for i, argument in enumerate(op._schema.arguments)})
+        neutral[argument.name] = NEUTRAL.get(argument.name)
+    return Build(name, partial(op, **neutral))
 
 
 @cache
@@ -194,7 +179,7 @@ def attention(
         q_descale=q_scale, k_descale=k_scale, v_descale=v_scale, softmax_scale=softmax_scale, is_causal=causal
     )
     if build.name != "vllm":
-        build(q=q, k=k, v=v, out=out, **arguments)
+        build.run(q=q, k=k, v=v, out=out, **arguments)
         return result
     # vLLM's build takes only queries that are packed, sequence after sequence.
     batch, q_len, kv_len = *q.shape[:2], k.shape[1]
@@ -203,7 +188,7 @@ def attention(
         for name, length in (("q", q_len), ("k", kv_len))
     }
     q, k, v, flat = (x.flatten(0, 1) for x in (q, k, v, out))
-    build(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **arguments)
+    build.run(q=q, k=k, v=v, out=flat, **bounds, max_seqlen_q=q_len, max_seqlen_k=kv_len, **arguments)
     if flat.data_ptr() != out.data_ptr():  # a copy, because sequences are not contiguous
         out.copy_(flat.unflatten(0, (batch, q_len)))
     return result
