@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
 from .errors import UsageError
@@ -71,3 +72,21 @@ def write_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: 
     umask and makes the file private."""
     contents = to_bytes(tensors, metadata)
     write_whole(path, lambda draft: draft.write_bytes(contents))
+
+
+def read_tensors(path: str | Path, write: str, again: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors and the metadata of a safetensors file. Nothing in it is executed.
+
+    Args:
+        path: the file.
+        write, again: what writes such a file, and what to do if it is damaged, for errors.
+    Raises:
+        UsageError: the file does not exist, or is damaged.
+    """
+    if not Path(path).is_file():
+        raise UsageError(f"{'a folder' if Path(path).is_dir() else 'no such file'}: {path}; {write}")
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {again}") from error

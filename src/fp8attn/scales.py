@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .errors import UsageError
-from .files import write_tensors
+from .files import read_tensors, write_tensors
 from .formats.codec import DEFAULT_KEY_DTYPE, E4M3, KeyDtype, codec_of
 
 FORMAT = "fp8attn.kv_scales.2"  # the entry `format` in a file's metadata
@@ -51,8 +50,8 @@ class LayerScales:
     q_scale: torch.Tensor | None = None
 
     def __repr__(self) -> str:
-        kept = "rotated" if self.rotate_keys else "not rotated"
-        return f"LayerScales({len(self.k_scale)} KV heads of {self.k_mean.shape[1]}, {self.key_dtype} keys, {kept})"
+        rotation = "rotated" if self.rotate_keys else "not rotated"
+        return f"LayerScales({len(self.k_scale)} KV heads of {self.k_mean.shape[1]}, {self.key_dtype} keys, {rotation})"
 
     @cached_property
     def page_scales(self) -> torch.Tensor:
@@ -221,28 +220,20 @@ class KVScales:
         Raises:
             UsageError: there is no such file, it is damaged or not from `save`, or its contents are not valid.
         """
-        if not Path(path).is_file():
-            raise UsageError(f"no such file: {path}; `fp8attn calibrate` writes one, and KVScales.save")
-        try:
-            with safe_open(path, "pt") as file:
-                metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise UsageError(
-                f"{path} is not a safetensors file, or it is cut short ({error}); {RECALIBRATE}"
-            ) from error
+        tensors, metadata = read_tensors(path, "`fp8attn calibrate` writes one, and KVScales.save", RECALIBRATE)
         if metadata.get("format") != FORMAT:
-            found = f"its format is {metadata['format']!r}" if "format" in metadata else "it has no format"
+            reason = f"its format is {metadata['format']!r}" if "format" in metadata else "it has no format"
             if metadata.get("format") == "fp8attn.kv_scales.1":
-                found = "it was written by an older fp8attn, whose scales mean other values"
-            raise UsageError(f"{path} does not hold fp8attn scales ({FORMAT}): {found}; {RECALIBRATE}")
-        given: dict[int, dict[str, torch.Tensor]] = {}
+                reason = "it was written by an older fp8attn, whose scales mean other values"
+            raise UsageError(f"{path} does not hold fp8attn scales ({FORMAT}): {reason}; {RECALIBRATE}")
+        named: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             match = _NAME.fullmatch(name)
             if match is None:
                 raise UsageError(f"{path} has a tensor {name!r} that fp8attn does not write; {RECALIBRATE}")
-            given.setdefault(int(match[1]), {})[match[2]] = tensor
-        for index, named in given.items():
-            if missing := sorted(set(TENSORS) - set(named)):
+            named.setdefault(int(match[1]), {})[match[2]] = tensor
+        for index, of_layer in named.items():
+            if missing := sorted(set(TENSORS) - set(of_layer)):
                 raise UsageError(f"{path}: layer {index} has no {', '.join(missing)}; {RECALIBRATE}")
         try:
             provenance = {name: kind(metadata[name]) for name, kind in _METADATA.items()}
@@ -254,8 +245,8 @@ class KVScales:
                 f"{path}: the metadata is incomplete or not as written ({error!r}); {RECALIBRATE}"
             ) from error
         layers = {}
-        for index in sorted(given):
-            layers[index] = LayerScales(**given[index], key_dtype=key_dtype, rotate_keys=rotate_keys)
+        for index in sorted(named):
+            layers[index] = LayerScales(**named[index], key_dtype=codec_of(key_dtype).name, rotate_keys=rotate_keys)
         return cls(layers, sqnr_db=sqnr_db, k_offsets=offsets, **provenance)
 
 

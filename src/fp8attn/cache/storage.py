@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..checks import check_tensor
 from ..errors import UsageError
-from ..files import write_tensors
+from ..files import read_tensors, write_tensors
 from ..formats.latent import BLOCK
 from ..formats.page_layout import PAGE_SIZE
 from ..formats.spec import PageSpec, spec_of
@@ -211,15 +210,7 @@ def read(path: str | Path) -> tuple[dict[str, torch.Tensor], Layers, dict[str, s
     Raises:
         UsageError: the file does not exist, is damaged, or has other contents.
     """
-    if not Path(path).is_file():
-        raise UsageError(
-            f"{'a folder' if Path(path).is_dir() else 'no such file'}: {path}; write the file with cache.save(path)"
-        )
-    try:
-        with safe_open(path, "pt") as file:
-            metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise UsageError(f"{path} is not a safetensors file, or it is cut short ({error}); {AGAIN}") from error
+    tensors, metadata = read_tensors(path, "write the file with cache.save(path)", AGAIN)
     if metadata.get("format") != FORMAT:
         raise UsageError(
             f"{path} does not hold sequences of a cache ({FORMAT}); its format is {metadata.get('format')!r}; {AGAIN}"
