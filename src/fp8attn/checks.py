@@ -39,9 +39,9 @@ def check_tensor(
         raise ValueError(f"{name} must be a tensor {tuple(shape)} on {device}; got {type(x).__name__}")
     right_dtype = x.is_floating_point() if dtype is None else x.dtype == dtype
     if x.shape != shape or not right_dtype or x.device != device:
-        wanted, given = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
+        wanted, actual = ("floating point" if x is None else str(x).removeprefix("torch.") for x in (dtype, x.dtype))
         raise ValueError(
-            f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {given} on {x.device}"
+            f"{name} must be {tuple(shape)} {wanted} on {device}; got {tuple(x.shape)} {actual} on {x.device}"
         )
     if contiguous and not x.is_contiguous():
         raise ValueError(

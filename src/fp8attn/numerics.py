@@ -16,7 +16,7 @@ from .formats.codec import Codec, finite_amax
 
 
 def settle(
-    x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, held: torch.Tensor, codec: Codec, static: bool
+    x: torch.Tensor, old: torch.Tensor, scale: torch.Tensor, age: torch.Tensor, codec: Codec, static: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize new tokens at the ends of pages, and round the codes of older tokens again if a scale grows.
 
@@ -24,18 +24,18 @@ def settle(
         x: `[N, P, D]` FP32, the new tokens of N pages (of one head each) at their positions; zeros elsewhere.
         old: `[N, P, D]` FP32, the codes of the older tokens at their positions; unspecified elsewhere.
         scale: `[N]` FP32, the scale of the older tokens, or the static scale.
-        held: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the
+        age: `[N, P]` int8: 2 at older tokens, 1 at new ones, 0 at positions without a token. New tokens follow the
             older ones.
         codec: K's or V's.
         static: the scales do not grow; larger values saturate.
     Returns:
         The codes `[N, P, D]` of all tokens as FP32 numbers, and the pages' scales `[N]`.
     """
-    new = held == 1
+    new = age == 1
     if not static:
         need = torch.where(new, codec.needed_scale(finite_amax(x, -1)), 0.0)
         first = torch.where(new, need, -1.0).gather(1, new.int().argmax(1, keepdim=True))[:, 0]
-        scale = torch.where((held == 2).any(1) | ~new.any(1), scale, codec.with_headroom(first))
+        scale = torch.where((age == 2).any(1) | ~new.any(1), scale, codec.with_headroom(first))
     inverse = 1.0 / scale
     codes = torch.where(new[..., None], codec.encode(x, inverse[:, None, None]), old)
     while not static:
@@ -46,7 +46,7 @@ def settle(
         index = over.int().argmax(1, keepdim=True)  # the first token that does not fit
         grown = torch.where(grows, codec.with_headroom(need.gather(1, index)[:, 0]), scale)
         inverse = 1.0 / grown
-        before = torch.arange(held.shape[1], device=x.device) < index
+        before = torch.arange(age.shape[1], device=x.device) < index
         shifted, rounded = (
             codec.encode(y, factor[:, None, None]) for y, factor in ((codes, scale * inverse), (x, inverse))
         )

@@ -289,20 +289,20 @@ class KVPages:
         Returns:
             `[B, num_kv_heads, N * 128, head_dim]`. Tokens past the end of a sequence are unspecified.
         """
-        form = self.format
-        if form.spec.v_in_k:
-            latents, rope, scales = latent_of(self.pool, form.layout)
+        format = self.format
+        if format.spec.v_in_k:
+            latents, rope, scales = latent_of(self.pool, format.layout)
             if which == "v":
                 return rope[ids].to(dtype).transpose(1, 2).flatten(2, 3)
             y = latents[ids].to(dtype) * scales[ids].to(dtype)[..., None]
-            mean, factor = (x if x is None else x[:, None] for x in (form.v_mean, form.factor))
+            mean, factor = (x if x is None else x[:, None] for x in (format.v_mean, format.factor))
             return latent.restore(y.transpose(1, 2).flatten(2, 3), mean, factor)
         codes, scale, mean = (
-            (self.k, self.k_scale, form.stored_k_mean) if which == "k" else (self.v, self.v_scale, form.v_mean)
+            (self.k, self.k_scale, format.stored_k_mean) if which == "k" else (self.v, self.v_scale, format.v_mean)
         )
         # FP8 tensors are indexed as bytes, because a CPU has no gather for FP8.
         x = codes.view(torch.uint8)[ids].view(codes.dtype).to(dtype)
         x = (x if which == "k" else v_rows(x)) * scale[ids].to(dtype)[..., None, None]
         x = x.transpose(1, 2).flatten(2, 3)
         x = x if mean is None else x + mean.to(dtype)[:, None]
-        return rotate_back(x) if which == "k" and form.rotate else x
+        return rotate_back(x) if which == "k" and format.rotate else x

@@ -21,19 +21,19 @@ QUERY_BLOCK = 512  # rows of scores in memory at a time
 
 
 @torch.inference_mode()  # outside of this mode, torch does not write to its tensors
-def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> None:
+def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
     """Quantize `k` and `v`, write them at the ends of the sequences, and advance `cache_seqlens`.
 
     `ops.append` describes the arguments.
     """
-    form = pages.format
-    k = rotation.rotate(k.float()) if form.rotate else k.float()
-    k = k if form.stored_k_mean is None else k - form.stored_k_mean
-    v = v.float() if form.v_mean is None else v.float() - form.v_mean
-    bounds = pages.bounds(how.cu_seqlens, how.max_seqlen)
+    format = pages.format
+    k = rotation.rotate(k.float()) if format.rotate else k.float()
+    k = k if format.stored_k_mean is None else k - format.stored_k_mean
+    v = v.float() if format.v_mean is None else v.float() - format.v_mean
+    bounds = pages.bounds(options.cu_seqlens, options.max_seqlen)
     for seq, (start, length) in enumerate(zip(bounds, pages.cache_seqlens.tolist(), strict=False)):
         end = bounds[seq + 1]
-        if not how.advance:
+        if not options.advance:
             length -= end - start
         if start == end or length < 0:  # no new tokens, or a sequence that pads the batch
             continue
@@ -44,25 +44,25 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, how: Append) -> Non
         # The tokens past the end, too: attention multiplies them by zero, and 0 * NaN would be NaN.
         taken.v.view(torch.uint8)[0 if offset == 0 else 1 :] = 0
         for x, codec, codes, scale, pack, unpack in (
-            (k[start:end], form.k, taken.k, taken.k_scale, pack_k, unpack_k),
-            (v[start:end], form.v, taken.v, taken.v_scale, pack_v, unpack_v),
+            (k[start:end], format.k, taken.k, taken.k_scale, pack_k, unpack_k),
+            (v[start:end], format.v, taken.v, taken.v_scale, pack_v, unpack_v),
         ):
-            _append_tokens(x, codec, codes, scale, offset, pack, unpack, how.static_scales)
-        if not (form.k.has_nan or how.static_scales):  # INT8 has no code for NaN: it makes its page's scale NaN
+            _append_tokens(x, codec, codes, scale, offset, pack, unpack, options.static_scales)
+        if not (format.k.has_nan or options.static_scales):  # INT8 has no code for NaN: it makes its page's scale NaN
             broken = k.new_zeros(taken.num_pages * PAGE_SIZE, k.shape[1], dtype=torch.bool)
             broken[offset : offset + end - start] = k[start:end].isnan().any(-1)
             taken.k_scale.masked_fill_(broken.unflatten(0, (-1, PAGE_SIZE)).any(1), torch.nan)
         pages.pool[ids] = taken.pool
-        if how.advance:
+        if options.advance:
             pages.cache_seqlens[seq] += end - start
 
 
-def from_dense(k: torch.Tensor, v: torch.Tensor, form: KVFormat, rope: DenseRope | None = None) -> KVPages:
+def from_dense(k: torch.Tensor, v: torch.Tensor, format: KVFormat, rope: DenseRope | None = None) -> KVPages:
     """Pages of dense K and V (`fp8attn.from_dense`), by an append to an empty cache. E4M3 inputs keep their bytes."""
     batch, heads, length, head_dim = k.shape
     columns = -(-length // PAGE_SIZE)
     empty = KVPages.empty(batch * columns, heads, head_dim, batch, columns, k.device)
-    pages = KVPages.trusted(empty.pool, empty.page_table, empty.cache_seqlens, form)
+    pages = KVPages.trusted(empty.pool, empty.page_table, empty.cache_seqlens, format)
     given_bytes = k.dtype == FP8
     if given_bytes:
         for scale in (pages.k_scale, pages.v_scale):
@@ -86,20 +86,20 @@ def _append_tokens(
     scales `[P, H]`.
     """
     heads = x.shape[1]
-    held = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
-    held[:offset] = 2
-    held[offset : offset + len(x)] = 1
-    new = x.new_zeros(len(held), *x.shape[1:])
+    age = torch.zeros(len(pages) * PAGE_SIZE, dtype=torch.int8, device=x.device)
+    age[:offset] = 2
+    age[offset : offset + len(x)] = 1
+    new = x.new_zeros(len(age), *x.shape[1:])
     new[offset : offset + len(x)] = x
     old = unpack(pages.float()).unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1)
     codes, settled = settle(
         new.unflatten(0, (-1, PAGE_SIZE)).transpose(1, 2).flatten(0, 1), old, scale.flatten(),
-        held.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), codec, static_scales,
+        age.view(-1, 1, PAGE_SIZE).expand(-1, heads, -1).flatten(0, 1), codec, static_scales,
     )  # fmt: skip
     codes = codes if codec.has_nan else codes.nan_to_num(0.0)
     written = pack(codes.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1).to(codec.dtype).view(torch.uint8))
-    kept = pack((held > 0)[:, None, None].expand(len(held), *x.shape[1:]))
-    pages.view(torch.uint8).copy_(torch.where(kept, written, pages.view(torch.uint8)))
+    is_token = pack((age > 0)[:, None, None].expand(len(age), *x.shape[1:]))
+    pages.view(torch.uint8).copy_(torch.where(is_token, written, pages.view(torch.uint8)))
     scale.copy_(settled.view_as(scale))
 
 

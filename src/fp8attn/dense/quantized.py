@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 
@@ -60,67 +61,57 @@ def scaled_dot_product_attention_quantized(
         RuntimeError: a transform of torch.func is active (vmap, grad, jvp). An input that requires a gradient causes a
             warning.
     """
-    _check_operands(query, key, value)
-    check_flags(is_causal=is_causal)
-    if scale is not None and not torch.compiler.is_compiling():
-        check_number(scale, "scale", " (None for 1 / sqrt(E))")
-    check_backend(backend, DENSE_BACKENDS)
-    for name, descale, kind in (
-        ("q", q_descale, q_descale_type),
-        ("k", k_descale, k_descale_type),
-        ("v", v_descale, v_descale_type),
-    ):
-        if kind != PER_HEAD:
-            raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kind}")
-        if descale is not None:
-            check_tensor(
-                descale,
-                f"{name}_descale [B, H]",
-                (query.shape[0], key.shape[1]),
-                torch.float32,
-                query.device,
-                contiguous=False,
-            )
-    tensors = [x for x in (query, key, value, q_descale, k_descale, v_descale) if x is not None]
-    if derivative_reason(*tensors) is not None:
-        check_derivatives(*(x.detach() for x in tensors))  # a transform of torch.func is active
-        query, key, value = query.detach(), key.detach(), value.detach()
-        q_descale, k_descale, v_descale = (None if x is None else x.detach() for x in (q_descale, k_descale, v_descale))
-        warnings.warn(
-            "scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2
-        )
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
-    run = _attend if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
-    return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
-
-
-def _check_operands(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
         check_is_tensor(x, name, "[B, H, S, D]")
         if x.dtype != FP8 or x.device != query.device:
-            wanted = f"{FP8} on {query.device} (fp8attn.scaled_dot_product_attention takes 16 bits and quantizes)"
-            raise ValueError(f"{name} must be {wanted}; got {x.dtype} on {x.device}")
-    fits = (
-        query.dim() == key.dim() == value.dim() == 4
-        and key.shape[:3] == value.shape[:3]
-        and query.shape[::3] == key.shape[::3]
-    )
+            raise ValueError(
+                f"{name} must be {FP8} on {query.device} (fp8attn.scaled_dot_product_attention takes 16 bits and "
+                f"quantizes); got {x.dtype} on {x.device}"
+            )
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
     if (
-        not fits
+        not query.dim() == key.dim() == value.dim() == 4
+        or key.shape[:3] != value.shape[:3]
+        or query.shape[::3] != key.shape[::3]
         or not key.shape[1]
         or query.shape[1] % key.shape[1]
         or max(query.shape[3], value.shape[3]) > MOST_DENSE
     ):
         raise ValueError(
             f"query, key and value must be [B, Hq, L, E], [B, H, S, E] and [B, H, S, Ev] with Hq a multiple of H, E "
-            f"and Ev up to {MOST_DENSE}; got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+            f"and Ev up to {MOST_DENSE}; got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
+    check_flags(is_causal=is_causal)
+    if scale is not None and not torch.compiler.is_compiling():
+        check_number(scale, "scale", " (None for 1 / sqrt(E))")
+    check_backend(backend, DENSE_BACKENDS)
+    kinds = {"q": q_descale_type, "k": k_descale_type, "v": v_descale_type}
+    descales = {"q": q_descale, "k": k_descale, "v": v_descale}
+    for name, descale in descales.items():
+        if kinds[name] != PER_HEAD:
+            raise ValueError(f"{name}_descale_type must be DescaleType.PER_HEAD ({PER_HEAD}), got {kinds[name]}")
+        if descale is not None:
+            shape = query.shape[0], key.shape[1]
+            check_tensor(
+                descale, f"{name}_descale [B, H]", shape, torch.float32, query.device, contiguous=False
+            )  # fmt: skip
+    inputs: list[Any] = [query, key, value, *descales.values()]
+    if derivative_reason(*(x for x in inputs if x is not None)) is not None:
+        inputs = [None if x is None else x.detach() for x in inputs]
+        check_derivatives(*(x for x in inputs if x is not None))  # a transform of torch.func is active
+        warnings.warn(
+            "scaled_dot_product_attention_quantized has no derivative: no gradient will reach its inputs", stacklevel=2
+        )
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    run = _attend if unobserved(query) else torch.ops.fp8attn.sdpa_quantized
+    query, key, value, q_descale, k_descale, v_descale = inputs
+    return run(query, key, value, is_causal, scale, q_descale, k_descale, v_descale, backend)
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float, q_descale: Scale,
-    k_descale: Scale,
-    v_descale: Scale, backend: DenseBackendName,
+    k_descale: Scale, v_descale: Scale, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """The computation, with checked arguments."""
     for name, descale in (("q", q_descale), ("k", k_descale), ("v", v_descale)):
@@ -133,11 +124,9 @@ def _attend(
     size = padded_size(query.shape[3], value.shape[3])
     q, k, v = (padded(x, size) for x in (query, key, value))
     out = fp8_strategy(backend, k, v, q_descale, k_descale, v_descale, scale)(q, is_causal)
-    return (
-        out
-        if q is query and value.shape[3] == size
-        else _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
-    )
+    if q is query and value.shape[3] == size:
+        return out
+    return _empty_out(query, key, value).copy_(out[..., : value.shape[3]])
 
 
 def _empty_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:

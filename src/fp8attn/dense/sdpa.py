@@ -57,7 +57,7 @@ def fallback_reason(
         return "nested tensors are not supported"
     dtype, k_dtype, v_dtype, device = query.dtype, key.dtype, value.dtype, query.device
     if (low := _autocast_dtype(device)) is not None:
-        dtype, k_dtype, v_dtype = (low if given in DTYPES else given for given in (dtype, k_dtype, v_dtype))
+        dtype, k_dtype, v_dtype = (low if each in DTYPES else each for each in (dtype, k_dtype, v_dtype))
     if k_dtype != dtype or v_dtype != dtype or key.device != device or value.device != device:
         return "query, key and value differ in dtype or device"
     # torch broadcasts such shapes, or raises its own error.
@@ -90,22 +90,20 @@ def fallback_reason(
     return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
 
 
-def _check_given(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    rotate_keys: bool,
-) -> None:
-    """Raise ValueError for arguments that are no tensors, numbers or bools."""
+def _checked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, is_causal: bool,
+    enable_gqa: bool, key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Query, key and value as autocast casts them. Raise ValueError for arguments that are none of their type."""
+    codec_of(key_dtype)  # raises UsageError
+    check_backend(backend, DENSE_BACKENDS)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_is_tensor(x, name, "[B, H, S, D]")
     if not type(is_causal) is type(enable_gqa) is type(rotate_keys) is bool:
         check_flags(is_causal=is_causal, enable_gqa=enable_gqa, rotate_keys=rotate_keys)
     if scale is not None and not torch.compiler.is_compiling():
         check_number(scale, "scale", " (None for 1 / sqrt(head_dim))")
+    return autocast(query, key, value)
 
 
 def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -118,9 +116,9 @@ def log_fallback(reason: str, query: torch.Tensor, key: torch.Tensor, value: tor
 
 def _described(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
     """The names, shapes, dtypes and devices of the given tensors, for an error."""
-    given = (("query", query), ("key", key), ("value", value))
+    tensors = (("query", query), ("key", key), ("value", value))
     return ", ".join(
-        f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in given
+        f"{name} {'nested' if x.is_nested else list(x.shape)} {x.dtype} on {x.device}" for name, x in tensors
     )
 
 
@@ -185,10 +183,7 @@ def scaled_dot_product_attention(
         ValueError: the key_dtype is unknown, or a named backend cannot run here or cannot serve this call; the message
             has the reason.
     """
-    codec_of(key_dtype)  # raises UsageError
-    check_backend(backend, DENSE_BACKENDS)
-    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
-    query, key, value = autocast(query, key, value)
+    query, key, value = _checked(query, key, value, scale, is_causal, enable_gqa, key_dtype, rotate_keys, backend)
     reason = fallback_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is not None:
         if backend != "auto":
@@ -243,10 +238,7 @@ def rope_scaled_dot_product_attention(
             `fallback_reason` (then apply RoPE first, and call `scaled_dot_product_attention`).
     """
     key_rope = rope_of(key_rope_cos, key_rope_sin, rope_interleaved, prefix="key_")
-    codec_of(key_dtype)  # raises UsageError
-    check_backend(backend, DENSE_BACKENDS)
-    _check_given(query, key, value, scale, is_causal, enable_gqa, rotate_keys)
-    query, key, value = autocast(query, key, value)
+    query, key, value = _checked(query, key, value, scale, is_causal, enable_gqa, key_dtype, rotate_keys, backend)
     reason = fallback_reason(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
     if reason is None and query.dim() != 4:
         reason = "query, key and value must have four dimensions"

@@ -30,16 +30,16 @@ def strategy(
     k: torch.Tensor,
     v: torch.Tensor,
     softmax_scale: float,
-    form: KVFormat,
+    format: KVFormat,
     rope: DenseRope | None,
 ) -> Attend:
     """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are
     `rope.out`.
     """
     if backend == "fa3":
-        return _quantized_rows(k, v, softmax_scale, form.rotate, rope)
-    paged = find(backend, k.device, k.dtype, form.name)
-    pages = paged.from_dense(k, v, form, rope)
+        return _quantized_rows(k, v, softmax_scale, format.rotate, rope)
+    paged = find(backend, k.device, k.dtype, format.name)
+    pages = paged.from_dense(k, v, format, rope)
     return _over_pages(
         paged, pages, softmax_scale, k.shape[2] if rope is None else 0
     )  # the launch before attention writes `rope.out`
@@ -60,12 +60,12 @@ def fp8_strategy(
         return lambda q, causal: fa3.attention(
             q, k, v, q_scale, k_scale, v_scale, causal=causal, softmax_scale=softmax_scale
         )
-    form = KVFormat(PageSpec.of(k.shape[3], E4M3.name).name, rotate=False)
-    paged = find(backend, k.device, torch.bfloat16, form.name)
+    format = KVFormat(PageSpec.of(k.shape[3], E4M3.name).name, rotate=False)
+    paged = find(backend, k.device, torch.bfloat16, format.name)
     # The bytes are stored unchanged, with scales of one, which `q_scale`, `k_scale` and `v_scale` multiply. These can
     # be any positive numbers: kernels require that the scales of V in a sequence and head differ by powers of two, and
     # here they are equal.
-    pages = paged.from_dense(k, v, form)
+    pages = paged.from_dense(k, v, format)
     batch = len(k)
     both = k_scale if q_scale is None else q_scale if k_scale is None else q_scale * k_scale
     least = 2.0**-40 / max(abs(softmax_scale), 1.0)
