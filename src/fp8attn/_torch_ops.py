@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .backends import find
+from .backends import Backend, find
 from .contents import at_hand, check_appended, check_attended
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
@@ -25,18 +25,23 @@ from .params import Append, AttentionParams, BackendName
 _LIBRARY = torch.library.Library("fp8attn", "DEF")
 
 
+# What serves a call: a backend, or its name as an argument of a torch op.
+Target = Backend | BackendName
+
+
 def unobserved(x: torch.Tensor) -> bool:
-    """Whether torch ops are neither traced nor intercepted now. Then `ops` calls the backend directly, which saves 12
-    us for each call.
-    """
+    """Whether torch ops are neither traced nor intercepted now."""
     return not torch.compiler.is_compiling() and type(x) is torch.Tensor and not is_in_torch_dispatch_mode()
 
 
-def resolve(backend: BackendName, x: torch.Tensor, spec_name: str) -> BackendName:
-    """The backend's name, as an argument of an op. Dynamo cannot query the machine, so while it traces, the op gets the
-    name unresolved.
+def resolve(backend: BackendName, x: torch.Tensor, spec_name: str) -> Target:
+    """The backend for a call, to call it directly, which saves 12 us. While torch ops are traced or intercepted: its
+    name. Dynamo cannot query the machine, so while it traces, the name stays unresolved.
     """
-    return backend if torch.compiler.is_compiling() else find(backend, x.device, x.dtype, spec_name).name
+    if torch.compiler.is_compiling():
+        return backend
+    chosen = find(backend, x.device, x.dtype, spec_name)
+    return chosen if type(x) is torch.Tensor and not is_in_torch_dispatch_mode() else chosen.name
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:

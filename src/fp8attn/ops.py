@@ -8,13 +8,11 @@ graphs. The exception is the backend `reference`, a loop over sequences.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ._torch_ops import flatten_format, flatten_pages, resolve, unobserved
-from .backends import load
+from ._torch_ops import Target, flatten_format, flatten_pages, resolve, unobserved
 from .checks import (
     LARGEST,
     check_dense,
@@ -87,16 +85,16 @@ def append(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "append(pages, k, v)")
-    name = check_append(pages, k, v, backend)
+    target = check_append(pages.spec, pages.num_kv_heads, pages.device, k, v, backend)
     if not type(static_scales) is type(advance) is bool:
         check_flags(static_scales=static_scales, advance=advance)
     if static_scales and pages.spec.v_in_k:
         raise UsageError("the scale of a latent is its token's own, so there are no static_scales: leave them out")
     max_seqlen = _longest(k, pages, cu_seqlens, max_seqlen, "cu_seqlens", "max_seqlen")
     options = Append(cu_seqlens, max_seqlen, static_scales, advance)
-    if at_hand(k, name) and unobserved(k):
+    if not isinstance(target, str) and at_hand(k, target.name):
         check_appended(pages, k.shape[0], options)
-    run_append(name, pages, k, v, options)
+    run_append(target, pages, k, v, options)
 
 
 def attention(
@@ -195,10 +193,10 @@ def attention(
         cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse,
         exact, batch_invariant,
     )  # fmt: skip
-    name = resolve(backend, q, pages.format.name)
-    if at_hand(q, name) and unobserved(q):
+    target = resolve(backend, q, pages.format.name)
+    if not isinstance(target, str) and at_hand(q, target.name):
         check_attended(pages, q.shape[0], params)
-    result, lse = run_attention(name, q, pages, params, out)
+    result, lse = run_attention(target, q, pages, params, out)
     return result if lse is None or not return_lse else (result, lse)
 
 
@@ -250,76 +248,52 @@ def from_dense(
     return run_from_dense(resolve(backend, k, format.name), k, v, format)
 
 
-def run_append(name: BackendName, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
-    """`append` with checked arguments and the resolved backend `name`."""
-    if unobserved(k):
-        load(name).append(pages, k, v, options)
+def run_append(target: Target, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
+    """`append` with checked arguments, by what `resolve` returned."""
+    if isinstance(target, str):
+        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *options, target)
     else:
-        torch.ops.fp8attn.append(k, v, *flatten_pages(pages), *options, name)
+        target.append(pages, k, v, options)
 
 
 def run_attention(
-    name: BackendName, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
+    target: Target, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`attention` with checked arguments and the resolved backend `name`. Without `params.return_lse`, the LSE is
+    """`attention` with checked arguments, by what `resolve` returned. Without `params.return_lse`, the LSE is
     unspecified.
     """
-    direct = unobserved(q)
-    if direct:
-        # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
-        fits = (
-            out is not None
-            and not out.data_ptr() & 15
-            and (not out.is_inference() or torch.is_inference_mode_enabled())
-        )
-        result, lse = load(name).attention(q, pages, params, out if fits else None)
-    else:
-        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, name)
-    if out is not None and result is not out:
-        with torch.inference_mode() if direct else nullcontext():
-            result = out.copy_(result)
-    return result, lse
+    if isinstance(target, str):
+        result, lse = torch.ops.fp8attn.attention(q, *flatten_pages(pages), *params, target)
+        return result if out is None else out.copy_(result), lse
+    # Kernels write 16 bytes at a time. Outside of inference mode, torch does not write to tensors of this mode.
+    if out is None or (not out.data_ptr() & 15 and (not out.is_inference() or torch.is_inference_mode_enabled())):
+        return target.attention(q, pages, params, out)
+    result, lse = target.attention(q, pages, params)
+    with torch.inference_mode():
+        return out.copy_(result), lse
 
 
-def run_from_dense(name: BackendName, k: torch.Tensor, v: torch.Tensor, format: KVFormat) -> KVPages:
-    """`from_dense` with checked arguments and the resolved backend `name`."""
-    if unobserved(k):
-        return load(name).from_dense(k, v, format)
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(format), name)
+def run_from_dense(target: Target, k: torch.Tensor, v: torch.Tensor, format: KVFormat) -> KVPages:
+    """`from_dense` with checked arguments, by what `resolve` returned."""
+    if not isinstance(target, str):
+        return target.from_dense(k, v, format)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(format), target)
     return KVPages(pool, table, lengths, format)
 
 
-class HoldsKV(Protocol):
-    """The part of `KVPages` and of `PagedKVCache` that `check_append` reads."""
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def spec(self) -> PageSpec: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
-def check_append(cache: HoldsKV, k: torch.Tensor, v: torch.Tensor, backend: BackendName) -> BackendName:
-    """Make all checks of `append` that need no lengths, and return the resolved name of the backend. `cache` is a
-    `KVPages`, or a `PagedKVCache`, which may have no pages yet."""
-    device = cache.device
+def check_append(
+    spec: PageSpec, num_kv_heads: int, device: torch.device, k: torch.Tensor, v: torch.Tensor, backend: BackendName
+) -> Target:
+    """Make all checks of an append to pages of `spec` that need no lengths, and return what serves it."""
     check_tokens(k, "k", device)
     if not isinstance(v, torch.Tensor):
         check_is_tensor(v, "v", "[T, heads, head_dim]")
-    spec, heads = cache.spec, cache.num_kv_heads
     k_dim, v_dim = spec.widths
-    if k.shape[1:] != (heads, k_dim) or v.shape != (k.shape[0], heads, v_dim) or k.dtype != v.dtype:
-        wanted = (
-            f"k and v must be a latent [T, {heads}, {k_dim}] and its key with RoPE [T, {heads}, {v_dim}] of"
-            if spec.v_in_k
-            else f"k and v must both be [T, {heads}, {k_dim}] and have"
-        )
+    if k.shape[1:] != (num_kv_heads, k_dim) or v.shape != (k.shape[0], num_kv_heads, v_dim) or k.dtype != v.dtype:
+        heads = num_kv_heads
+        wanted = f"k and v must both be [T, {heads}, {k_dim}] and have"
+        if spec.v_in_k:
+            wanted = f"k and v must be a latent [T, {heads}, {k_dim}] and its key with RoPE [T, {heads}, {v_dim}] of"
         raise ValueError(f"{wanted} one dtype; got {tuple(k.shape)} {k.dtype} and {tuple(v.shape)} {v.dtype}")
     check_tokens(v, "v", device)
     check_derivatives(k, v)

@@ -387,7 +387,7 @@ class PageTable:
                 raise ValueError(
                     f"a mask of sequences must have {self.num_seqs} entries, one for each; got {len(chosen)}"
                 )
-            chosen = [i for i, kept in enumerate(chosen) if kept]
+            chosen = [i for i, chooses in enumerate(chosen) if chooses]
         if len(chosen) > MOST_SEQUENCES:
             raise ValueError(f"a cache has at most {MOST_SEQUENCES:,} sequences; got {len(chosen):,} indices")
         if not chosen:

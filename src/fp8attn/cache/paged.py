@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from .. import ops
+from .._torch_ops import Target
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
@@ -229,20 +230,21 @@ class PagedKVCache:
         if torch.compiler.is_compiling():
             self._trace_append(layer, k, v, lengths, static_scales=static_scales)
             return
-        name = ops.check_append(self, k, v, self.backend)
+        target = ops.check_append(self.spec, self.num_kv_heads, self.device, k, v, self.backend)
         step = self.steps.join(layer, k.shape[0], lengths)
         try:
             if not step.pages:
+                name = target if isinstance(target, str) else target.name
                 self.ahead.begin(self, name, k.dtype, step)
             if step.begins:
-                self._begin(name, layer, k, v, step.longest)
+                self._begin(target, layer, k, v, step.longest)
             table = self.table
             pages = of_layer.pages(table.page_table, table.cache_seqlens[layer], len(table.references))
             if not step.begins:
                 if step.columns is not None:
                     pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
                 options = step.options._replace(static_scales=True) if static_scales else step.options
-                ops.run_append(name, pages, k, v, options)
+                ops.run_append(target, pages, k, v, options)
         except BaseException:
             if not step.pages:  # no layer has the tokens
                 self.steps.abandon()
@@ -287,7 +289,8 @@ class PagedKVCache:
         Args:
             layer: the layer's number.
             q: `[T, num_q_heads, head_dim]`, the queries of the T tokens that the layer appended last, in the same
-            order. causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant: as
+                order.
+            causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant: as
                 `fp8attn.attention` takes them. In a cache with a window, `window` is at most that one, and None means
                 that one.
         Returns:
@@ -304,9 +307,8 @@ class PagedKVCache:
                     f"window={window}"
                 )
             window = self.window if window is None else window
-        step = (
-            None if torch.compiler.is_compiling() else self.steps.last
-        )  # compiled code appends equal numbers of tokens
+        # Compiled code appends equal numbers of tokens.
+        step = None if torch.compiler.is_compiling() else self.steps.last
         if step is not None and isinstance(q, torch.Tensor):
             if q.shape[0] != step.num_tokens:
                 raise ValueError(
@@ -500,10 +502,10 @@ class PagedKVCache:
     # A step
 
     @lasting
-    def _begin(self, name: BackendName, layer: int, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
-        """The first append of a layer without pages, with the resolved backend `name`."""
+    def _begin(self, target: Target, layer: int, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
+        """The first append of a layer without pages."""
         k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        self.layers[layer].replace(ops.run_from_dense(name, k, v, self.layers[layer].format).pool)
+        self.layers[layer].replace(ops.run_from_dense(target, k, v, self.layers[layer].format).pool)
 
     def _trace_append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, static_scales: bool
