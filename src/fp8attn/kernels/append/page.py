@@ -238,6 +238,7 @@ def page_kernel(
     ROPE: tl.constexpr = K.rope
     Q: tl.constexpr = OPTIONS.q
     DENSE: tl.constexpr = K.dense
+    LAYOUT: tl.constexpr = K.layout
     if OPTIONS.hopper:
         launch_dependents()
     # Heads follow each other, so that programs that run at the same time read neighboring memory.
@@ -297,7 +298,7 @@ def page_kernel(
         ahead = 0
     row = (start + first - length).to(tl.int64)
     head = head.to(tl.int64)
-    slot_ptr = slot_of(pool_ptr, page, num_kv_heads, head, K.layout)
+    slot_ptr = slot_of(pool_ptr, page, num_kv_heads, head, LAYOUT)
     if is_v == 0:
         if ROPE is not None:
             cos_ptr += row * cos_stride

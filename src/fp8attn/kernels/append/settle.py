@@ -175,7 +175,8 @@ def with_maxima(maxima, x0, x1):
     """The finite magnitudes of the new tokens (`_lanes` of bits), and whether there is a NaN, with another part of
     them.
     """
-    (a, b, c, d), nan = maxima
+    amax, nan = maxima  # Triton 3.6 has no targets within targets
+    a, b, c, d = amax
     e, f, g, h = _finite_rows(x0, x1)
     nan = tl.maximum(nan, tl.max(((x0 != x0) | (x1 != x1)).to(tl.int32)))
     return (tl.maximum(a, e), tl.maximum(b, f), tl.maximum(c, g), tl.maximum(d, h)), nan
