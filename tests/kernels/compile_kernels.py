@@ -129,6 +129,7 @@ def cases() -> dict[str, tuple]:
         }
     found["D128 dense fp8"] = from_dense, 128, FP8, {}
     found["D96 dense fp8"] = from_dense, 96, FP8, {}  # a masked load of FP8
+    found["D64 dense fp8"] = from_dense, 64, FP8, {}  # a row is half a line of the L2 cache
     leftpad, sinks = torch.zeros(1, dtype=torch.int32), torch.zeros(8)
     found |= {
         "D128 rows4 window sinks": (attention, 128, BF16, 1, {"window": 100, "sinks": sinks}),
