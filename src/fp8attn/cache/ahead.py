@@ -71,11 +71,11 @@ class Ahead:
             return  # in traced code, `dtype` may be any
         self._steps.add(key)
         self._layers = cache.kernel_layers(name, dtype)
-        ragged, appends = step.cu_seqlens is not None, list[Callable[[], None]]()
+        new = calls.from_dense if step.begins else partial(calls.append, ragged=step.cu_seqlens is not None)
+        prepared = self._attend(cache, step, self.attention)
         for layer in self._layers:
-            new = calls.from_dense if step.begins else partial(calls.append, ragged=ragged)
-            appends += partial(new, layer, step.longest), partial(calls.append, layer, 1, False)
-        first.prepare(cache.device, [*self._attend(cache, step, self.attention), *appends])
+            prepared += partial(new, layer, step.longest), partial(calls.append, layer, 1, False)
+        first.prepare(cache.device, prepared)
 
     def attend(self, cache: Cache, index: int, step: Step, attention: Attention) -> None:
         """Before the first attention of layer `index`: prepare attention of this kind for all layers, in this step and

@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
 
 @cache
 def _descriptor() -> Callable[[int, torch.dtype, View], Any]:
-    from .gluon import descriptor  # older Tritons have no Gluon; and an import in every launch would cost a microsecond
+    from .gluon import descriptor  # a Triton for other vendors may lack it; an import in every launch costs 1 us
 
     return descriptor
 
@@ -252,8 +252,8 @@ def _as_before(kernel: triton.JITFunction) -> bool:
     """Whether a launch may use a kernel that was compiled before: there is no hook on launches, and no setting that
     changes the code.
     """
-    runtime, stages = knobs.runtime, getattr(knobs.runtime, "add_stages_inspection_hook", None)
-    if stages is not None and isinstance(stages, Hook):
+    runtime, stages = knobs.runtime, knobs.runtime.add_stages_inspection_hook
+    if isinstance(stages, Hook):
         stages = stages.before  # ours changes only the kernel that its thread compiles
     return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 

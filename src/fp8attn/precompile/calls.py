@@ -67,21 +67,6 @@ class Layer:
                 f"num_q_heads must be a multiple of num_kv_heads; got {self.num_q_heads}, {self.num_kv_heads}"
             )
 
-    @property
-    def has_dense_calls(self) -> bool:
-        """Whether the layer may be computed by `scaled_dot_product_attention`, too, which has no softcap, sinks or
-        calibrated scales, and no head_dim above 256. An engine that keeps the lengths makes no such calls."""
-        return (
-            self.advance
-            and self.head_dim <= MOST_DENSE
-            and not (self.attention & {"softcap", "sinks"} or self.static_scales)
-        )
-
-    @property
-    def begins_dense(self) -> bool:
-        """Whether a growing cache quantizes its first tokens by `fp8attn.from_dense` (`PagedKVCache`)."""
-        return self.advance and not self.static_scales
-
 
 def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid, on the machine of `plan_for`."""
@@ -92,7 +77,11 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
         from ..kernels.decode import MAX_ROWS
 
         most_few = MAX_ROWS * layer.num_kv_heads // layer.num_q_heads
-    dense = replace(layer, k_mean=False, v_mean=False)  # dense calls have no means
+    # A growing cache quantizes its first tokens by `from_dense`. An engine that keeps the lengths does not, and has no
+    # dense calls either. These have no softcap, sinks, calibrated scales, means or head_dim above 256.
+    begins_dense = layer.advance and not layer.static_scales
+    has_dense_calls = begins_dense and layer.head_dim <= MOST_DENSE and not layer.attention & {"softcap", "sinks"}
+    dense = replace(layer, k_mean=False, v_mean=False)
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few
         for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
@@ -105,13 +94,13 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
                     yield partial(attend, layer, batch, tokens, before, ragged=ragged)
             if not few or tokens == 1:
                 yield partial(attend, layer, batch, tokens, 0, causal=False)
-            for causal in (True, False) if layer.has_dense_calls else ():
+            for causal in (True, False) if has_dense_calls else ():
                 yield partial(attend_new, dense, batch, tokens, causal)
         for ragged in (False, True):
             yield partial(append, layer, tokens, ragged)
-        if layer.begins_dense:
+        if begins_dense:
             yield partial(from_dense, layer, tokens)
-        if layer.has_dense_calls:
+        if has_dense_calls:
             yield partial(from_dense, dense, tokens)
     # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles
     # in 0.5 s.

@@ -157,7 +157,7 @@ class Codes(ConstexprFields):
         return power_of_two(self.head_dim)
 
     @property
-    def held(self) -> int:
+    def part_width(self) -> int:
         """The channels of a part, padded."""
         return self.width // self.parts
 
@@ -213,7 +213,7 @@ def _page_plan(
     options = replace(options, k=keys, v=values, q=queries, hopper=dense and gpu.hopper)
     limit = {} if hip else {"maxnreg": 128}  # Triton's AMD backend has no such option
     constants = make_constants(
-        "page", device, OPTIONS=options, num_warps=keys.held // 16, enable_fp_fusion=False, **limit
+        "page", device, OPTIONS=options, num_warps=keys.part_width // 16, enable_fp_fusion=False, **limit
     )
     programs = gpu.num_sms * max(1, PAGE_CHANNELS // width)  # of width / 16 warps with 128 registers a thread
     return -(-programs // (2 * heads)) if gpu.native_e4m3 else 0, constants

@@ -78,7 +78,7 @@ def _load_values(first, part, x_ptr, stride_t, old, end, CODES: tl.constexpr):
     a = load_halves(rows, CODES, part)
     rows = x_ptr + (tl.minimum(tl.maximum(first + 1, old), last) * stride_t)[:, None]
     b = load_halves(rows, CODES, part)
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, CODES.held))
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (PAGE // 2, CODES.part_width))
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def _load(part, x_ptr, stride_t, mean_ptr, angles, old, end, ahead, CODES: tl.co
 def _store_keys(x, part, first, codes_ptr, old, end, CODES: tl.constexpr):
     """Round the tile of a K page from its token `first` on."""
     CODEC: tl.constexpr = CODES.codec
-    C: tl.constexpr = CODES.held
+    C: tl.constexpr = CODES.part_width
     HALF: tl.constexpr = CODES.width // 2  # of a row, from one half of a part to the other
     position = first + tl.arange(0, PAGE // 2)
     rows = codes_ptr + (position * CODES.head_dim)[:, None]
@@ -153,7 +153,7 @@ def _store_keys(x, part, first, codes_ptr, old, end, CODES: tl.constexpr):
 def _store_words(words, part, codes_ptr, old, end, CODES: tl.constexpr):
     """Write tokens `[old, end)` of a head's V page, given as its `words [32, C]`, of a part of the channels."""
     D: tl.constexpr = CODES.head_dim
-    C: tl.constexpr = CODES.held
+    C: tl.constexpr = CODES.part_width
     GROUPS: tl.constexpr = PAGE // GROUP
     WORDS: tl.constexpr = GROUP // 4  # of a group and channel
     d = channels(part, CODES)

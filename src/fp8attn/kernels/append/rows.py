@@ -43,8 +43,8 @@ def _load(rows, at, inside, WHOLE: tl.constexpr):
 @triton.jit
 def channels(part, CODES: tl.constexpr):
     """The channels of a part of a row."""
-    HALF: tl.constexpr = CODES.held // 2
-    c = tl.arange(0, CODES.held)
+    HALF: tl.constexpr = CODES.part_width // 2
+    c = tl.arange(0, CODES.part_width)
     if CODES.parts > 1:
         c = _together(tl.where(c < HALF, c, c + (CODES.width // 2 - HALF)) + part * HALF, HALF)
     return c
@@ -111,7 +111,7 @@ def load_halves(rows, CODES: tl.constexpr, part=0, angles=None):
     ROPE: tl.constexpr = CODES.rope
     N: tl.constexpr = rows.shape[0]
     D: tl.constexpr = CODES.head_dim
-    C: tl.constexpr = CODES.held
+    C: tl.constexpr = CODES.part_width
     if CODES.width == D and (ROPE is None or ROPE.halves):
         base = part * (C // 2)
         if N >= 64:
