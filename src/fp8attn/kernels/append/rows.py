@@ -31,9 +31,12 @@ class RowRope(ConstexprFields):
 
 
 @triton.jit
-def _load(rows, at, inside, WHOLE: tl.constexpr):
-    """Elements `at [M]` of the rows at pointers `[N, 1]` in FP32; zero if not `inside [M]`. WHOLE: all are inside."""
-    x = tl.load(rows + at) if WHOLE else tl.load(rows + at, mask=inside & tl.full(rows.shape, 1, tl.int1), other=0.0)
+def _load(rows, at, inside):
+    """Elements `at [M]` of the rows at pointers `[N, 1]` in FP32; zero if not `inside [M]`. None: all are inside."""
+    if inside is None:
+        x = tl.load(rows + at)
+    else:
+        x = tl.load(rows + at, mask=inside & tl.full(rows.shape, 1, tl.int1), other=0.0)
     if x.dtype == tl.uint8:  # E4M3 where that is not native
         return from_e4m3(x, False).to(tl.float32)
     else:
@@ -54,7 +57,7 @@ def channels(part, CODES: tl.constexpr):
 def load_rows(rows, CODES: tl.constexpr, part=0):
     """`[N, C]` of the rows at pointers `[N, 1]`, or their part `[N, C / parts]`."""
     c = channels(part, CODES)
-    return _load(rows, c, c < CODES.head_dim, CODES.width == CODES.head_dim)
+    return _load(rows, c, None if CODES.width == CODES.head_dim else c < CODES.head_dim)
 
 
 @triton.jit
@@ -62,7 +65,7 @@ def load_lanes(row, CODES: tl.constexpr):
     """The row at a pointer as `[32, C / 32]`. Each warp has the whole row."""
     EACH: tl.constexpr = CODES.width // 32
     c = tl.arange(0, 32)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    return _load(row + tl.zeros((1, 1), tl.int32), c, c < CODES.head_dim, CODES.width == CODES.head_dim)
+    return _load(row + tl.zeros((1, 1), tl.int32), c, None if CODES.width == CODES.head_dim else c < CODES.head_dim)
 
 
 @triton.jit
@@ -86,12 +89,12 @@ def _load_pairs(first, rows, angles, M: tl.constexpr, CODES: tl.constexpr):
     """M channels from `first` on and the channels C / 2 after them, each `[N, M]`, after RoPE. Every product and sum is
     rounded, as in torch (launches disable FMA contraction)."""
     i = first + tl.arange(0, M)
-    a = _load(rows, i, i >= 0, True)
-    b = _load(rows + CODES.width // 2, i, i >= 0, True)
+    a = _load(rows, i, None)
+    b = _load(rows + CODES.width // 2, i, None)
     if CODES.rope is not None:
         cos, sin = angles
-        cos = _load(cos, i, i >= 0, True)
-        sin = _load(sin, i, i >= 0, True)
+        cos = _load(cos, i, None)
+        sin = _load(sin, i, None)
         a, b = a * cos - b * sin, b * cos + a * sin
     return a, b
 
@@ -135,9 +138,9 @@ def load_halves(rows, CODES: tl.constexpr, part=0, angles=None):
             partner = _together(tl.where(first, c + HALF, tl.where(turns, c - HALF, c)), HALF)
             i = _together(tl.where(first, c, tl.where(turns, c - HALF, 0)), HALF)
         cos, sin = angles
-        other = _load(rows, partner, c < D, CODES.width == D)
-        sin = _load(sin, i, turns, False)
-        x = tl.where(turns, x * _load(cos, i, turns, False) + other * tl.where(first, -sin, sin), x)
+        other = _load(rows, partner, None if CODES.width == D else c < D)
+        sin = _load(sin, i, turns)
+        x = tl.where(turns, x * _load(cos, i, turns) + other * tl.where(first, -sin, sin), x)
     return x
 
 
