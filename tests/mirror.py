@@ -82,6 +82,7 @@ ROWS = {
         "integrations/transformers/test_inference_mode.py",
     ),
     "fp8attn/integrations/transformers/decoder.py": (
+        "integrations/transformers/test_devices.py",
         "integrations/transformers/test_multimodal.py",
         "integrations/transformers/test_cache.py",
         "integrations/transformers/test_families.py",

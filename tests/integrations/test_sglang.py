@@ -10,8 +10,8 @@ import torch
 from fp8attn import UsageError
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.sglang import RELEASE, register, unsupported_release
-from fp8attn.integrations.sglang.options import VARIABLE, options_of
-from fp8attn.integrations.sglang.refused import (
+from fp8attn.integrations.sglang.options import VARIABLE, environment_options
+from fp8attn.integrations.sglang.supported import (
     _OPTIONS,
     is_chosen,
     unsupported_layer,
@@ -44,15 +44,15 @@ def test_releases(version, supported):
 
 def test_options_are_in_an_environment_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert options_of() == Options()
+    assert environment_options() == Options()
     monkeypatch.setenv(VARIABLE, '{"key_dtype": "e4m3"}')
-    assert options_of() == Options(key_dtype="e4m3")
+    assert environment_options() == Options(key_dtype="e4m3")
     for text, reason in (("key_dtype=e4m3", "must be a JSON object of options; got 'key_dtype=e4m3'"), ("[]",
     "must be a JSON object"),
                          ('{"exact": 1}', "has exact 1; it must be true or false")):  # fmt: skip
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(UsageError, match=f"the environment variable {VARIABLE} {reason}"):
-            options_of()
+            environment_options()
 
 
 def given(**options):
@@ -62,8 +62,8 @@ def given(**options):
 
 
 def test_options_of_sglang():
-    assert unsupported_options(given(), Options()) is None
-    assert unsupported_options(given(prefill_attention_backend="fp8attn"), Options()) is None
+    assert unsupported_options(given()) is None
+    assert unsupported_options(given(prefill_attention_backend="fp8attn")) is None
     for options, reason in (
         ({"page_size": 64}, "SGLang's would have 64: leave out --page-size, or pass 128"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not used"),
@@ -81,7 +81,7 @@ def test_options_of_sglang():
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is True; it moves tokens"),
         ({"pp_size": 2}, "--pp-size is 2; it divides a sequence's pages, or the layers, over GPUs"),
     ):
-        assert reason in unsupported_options(given(**options), Options()), options
+        assert reason in unsupported_options(given(**options)), options
 
 
 def test_only_where_the_backend_is_named():

@@ -13,7 +13,7 @@ from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release
 from fp8attn.integrations.vllm import _show_messages as show_messages
 from fp8attn.integrations.vllm.connectors import exchanges_blocks, unsupported_connector
-from fp8attn.integrations.vllm.options import layer_number, options_of
+from fp8attn.integrations.vllm.options import config_options, layer_number
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,15 +58,15 @@ def test_messages_of_the_engines_room_are_vllms(caplog, monkeypatch):
 
 
 def test_options_are_in_a_section_of_their_own():
-    assert options_of({}) == options_of({"other": 1}) == options_of(None) == Options()
-    assert options_of({"fp8attn": {"key_dtype": "e4m3"}}) == Options(key_dtype="e4m3")
+    assert config_options({}) == config_options({"other": 1}) == config_options(None) == Options()
+    assert config_options({"fp8attn": {"key_dtype": "e4m3"}}) == Options(key_dtype="e4m3")
     with pytest.raises(UsageError, match=r"additional_config\['fp8attn'\] has exact 'false'; it must be true or false"):
-        options_of({"fp8attn": {"exact": "false"}})
+        config_options({"fp8attn": {"exact": "false"}})
     for name in ("fp8_attn", "FP8-Attention"):
         with pytest.raises(
             UsageError, match=f"additional_config has '{name}': the options of fp8attn are under 'fp8attn'"
         ):
-            options_of({name: {"exact": True}})
+            config_options({name: {"exact": True}})
 
 
 def test_the_number_of_a_layer():

@@ -93,7 +93,7 @@ def test_graphs_of_decodes_alone(caplog, decode, prefill):
     [
         (
             LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=400, num_attention_heads=4, head_dim=100),
-            "its head_dim is 100",
+            r"head_dim must be one of .*; got 100",
         ),
         (DeepseekV2Config(architectures=["DeepseekV2ForCausalLM"]), "it has multi-head latent attention"),
     ],

@@ -245,7 +245,7 @@ def test_on_a_cpu_layers_with_a_state_need_blocks_of_one_page(monkeypatch):
     [
         ((128, "auto", AttentionType.DECODER, None, {}), "Pass --kv-cache-dtype fp8"),
         ((128, "fp8_e5m2", AttentionType.DECODER, None, {}), "Pass --kv-cache-dtype fp8"),
-        ((72, "fp8", AttentionType.DECODER, None, {}), "head_dim is 72"),
+        ((72, "fp8", AttentionType.DECODER, None, {}), "got 72"),
         ((128, "fp8", AttentionType.ENCODER_ONLY, None, {}), "causal attention of decoders only"),
         ((128, "fp8", AttentionType.DECODER, [0.5], {}), "ALiBi"),
         ((128, "fp8", AttentionType.DECODER, None, {"chunk_lookback": 1}), "chunk_lookback"),

@@ -100,9 +100,8 @@ def on_step_end(*reports: AttentionReport) -> Callable:
 
 def _foreign_backend(transformer: torch.nn.Module) -> AttentionBackendName | None:
     """An attention backend in use that calls something else."""
-    default, _ = (
-        _AttentionBackendRegistry.get_active_backend()
-    )  # only read; set_attention_backend sets it for the whole process
+    # Only read: set_attention_backend sets it for the whole process.
+    default, _ = _AttentionBackendRegistry.get_active_backend()
     for module in transformer.modules():
         processor: Any = getattr(module, "processor", None)
         if hasattr(processor, "_attention_backend"):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fp8attn import KVScales, LayerScales, UsageError
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.engine import Options, ServedModel, StaticState, static_state
-from fp8attn.integrations.engine.biases import identity, means_of
+from fp8attn.integrations.engine.biases import means_digest, means_of
 from fp8attn.integrations.transformers.biases import layer_biases
 
 from .models import SIZES, quantized, qwen2
@@ -71,7 +71,7 @@ def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):
     LlamaForCausalLM(LlamaConfig(**SIZES, vocab_size=64)).save_pretrained(tmp_path / "llama")
     assert means_of(str(tmp_path / "llama"), None, 512) == {}
     assert not caplog.records
-    assert means_of("an/unknown-model", None, 512) == {} and identity("an/unknown-model", None, 512) == b""
+    assert means_of("an/unknown-model", None, 512) == {} and means_digest("an/unknown-model", None, 512) == b""
     (record,) = caplog.records  # at WARNING, which vLLM's log shows
     assert "the biases of an/unknown-model cannot be read" in record.message and "fp8attn calibrate" in record.message
 

@@ -9,7 +9,7 @@ from fp8attn.cache import storage
 from fp8attn.errors import UsageError
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers import cache as cache_module
-from fp8attn.integrations.transformers.devices import layer_devices
+from fp8attn.integrations.transformers.decoder import layer_devices
 from tests.support.transformers_models import generated, make, one_thread, prompt  # noqa: F401
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, and the same memory

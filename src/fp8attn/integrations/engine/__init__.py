@@ -3,11 +3,14 @@
 An engine has blocks of 128 tokens, tables of them, and the lengths of its sequences. A block is a page. fp8attn needs
 the memory of the blocks, and the sequences of each step:
 
-    layer = EngineLayer(32, 8, 128, options=options, static=static_state(...), device=device)  # when the weights are
-    loaded warm_up([layer, ...], dtype, device)  # before the first request
+    # When the weights are loaded:
+    layer = EngineLayer(32, 8, 128, options=options, static=static_state(...), device=device)
+    warm_up([layer, ...], dtype, device)
     layer.bind(allocation)  # its blocks, [num_blocks, ...]
-    step = step_of(lengths, tables, bounds, ...)  # once a step, for all layers
-    layer.run(q, k, v, out, step)  # in each layer
+    # Once a step, for all layers:
+    step = step_of(lengths, tables, bounds, ...)
+    # In each layer:
+    layer.run(q, k, v, out, step)
 
 | file | what |
 |---|---|

@@ -83,7 +83,7 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
     return biases
 
 
-def identity(model: str, revision: str | None, context: int) -> bytes:
+def means_digest(model: str, revision: str | None, context: int) -> bytes:
     """Equal for engines whose means are equal. It is made from biases, because sums in another order give means with
     another last bit.
 

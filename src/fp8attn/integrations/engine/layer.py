@@ -80,8 +80,8 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
-        found = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
-        return {f"fp8attn_{name}": tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
+        return {f"fp8attn_{name}": tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def has_means(self) -> bool:
@@ -146,14 +146,13 @@ class EngineLayer:
             pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)
             tokens = part.tokens
             if self.writes:
-                how = Append(part.cu_seqlens, part.max_seqlen, self.has_static_scales, advance=False)
-                ops.run_append(name, pages, k[tokens], v[tokens], how)
+                append = Append(part.cu_seqlens, part.max_seqlen, self.has_static_scales, advance=False)
+                ops.run_append(name, pages, k[tokens], v[tokens], append)
             bounds, queries = part.cu_seqlens, q[tokens]
             if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):
                 bounds = None  # one query of each sequence, which is faster without bounds
             params = AttentionParams(
                 bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks,
-                None, False,
-                self.options.exact, self.batch_invariant,
+                None, False, self.options.exact, self.batch_invariant,
             )  # fmt: skip
             ops.run_attention(name, queries, pages, params, out[tokens])

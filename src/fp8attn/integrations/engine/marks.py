@@ -29,13 +29,13 @@ def mark_of(options: Options, model: ServedModel) -> int:
         model: which determines the means if there is no file of scales.
     """
     if options.scales is None:
-        from .biases import identity  # it needs transformers
+        from .biases import means_digest  # it needs transformers
 
-        means = identity(model.name, model.revision, model.context)
+        means = means_digest(model.name, model.revision, model.context)
     else:
         means = Path(options.scales).read_bytes()
-    found = hashlib.sha256(repr((FORMAT, options.key_dtype, options.static_scales)).encode() + means).digest()
-    return int.from_bytes(found[:8], "little") >> 1 or 1
+    digest = hashlib.sha256(repr((FORMAT, options.key_dtype, options.static_scales)).encode() + means).digest()
+    return int.from_bytes(digest[:8], "little") >> 1 or 1
 
 
 def check_marks(pool: torch.Tensor, page_table: torch.Tensor, mark: int) -> None:

@@ -28,26 +28,26 @@ class Options:
     exact: bool = False
 
     @classmethod
-    def of(cls, given: Any, place: str) -> Options:
+    def of(cls, values: Any, place: str) -> Options:
         """The options in a JSON object.
 
         Args:
-            given: the object.
+            values: the object.
             place: where the engine has it from, for errors.
         Raises:
             UsageError: an option is unknown, has a value of another type, no such value, or needs another one.
         """
-        if not isinstance(given, dict):
-            raise UsageError(f"{place} must be a JSON object of options; got {given!r}")
+        if not isinstance(values, dict):
+            raise UsageError(f"{place} must be a JSON object of options; got {values!r}")
         names = [field.name for field in fields(cls)]
-        if unknown := sorted(set(given) - set(names)):
+        if unknown := sorted(set(values) - set(names)):
             raise UsageError(f"{place} has {', '.join(unknown)}; the options are {', '.join(names)}")
-        for name, value in given.items():
+        for name, value in values.items():
             types = (str,) if name == "key_dtype" else (str, type(None)) if name == "scales" else (bool,)
             if not isinstance(value, types):
                 wanted = "true or false, without quotes" if bool in types else "a string"
                 raise UsageError(f"{place} has {name} {value!r}; it must be {wanted}")
-        options = cls(**given)
+        options = cls(**values)
         codec_of(options.key_dtype)  # raises UsageError
         if options.static_scales and options.scales is None:
             raise UsageError(f"{place} has static_scales, which needs scales, a file of `fp8attn calibrate`")

@@ -60,10 +60,10 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
         return _calibrated(options, options.scales, model, number, heads, head_dim)
     from .biases import means_of  # it needs transformers
 
-    found = None if number is None else means_of(model.name, model.revision, model.context).get(number)
-    if found is None:
+    biases = None if number is None else means_of(model.name, model.revision, model.context).get(number)
+    if biases is None:
         return StaticState()
-    k_mean, v_mean = found.k_mean, found.v_mean
+    k_mean, v_mean = biases.k_mean, biases.v_mean
     return _both(
         None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
     )
@@ -71,10 +71,11 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
 
 def _both(stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> StaticState:
     """The state with both means, one of which may be zeros, or none: `warmup` compiles no kernels of one mean."""
-    given = next((mean for mean in (stored_k_mean, v_mean) if mean is not None), None)
-    return StaticState(
-        *(torch.zeros_like(given) if mean is None and given is not None else mean for mean in (stored_k_mean, v_mean))
-    )
+    if stored_k_mean is None and v_mean is not None:
+        stored_k_mean = torch.zeros_like(v_mean)
+    if v_mean is None and stored_k_mean is not None:
+        v_mean = torch.zeros_like(stored_k_mean)
+    return StaticState(stored_k_mean, v_mean)
 
 
 def _calibrated(

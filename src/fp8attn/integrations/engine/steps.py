@@ -86,34 +86,21 @@ def step_of(
     num_seqs, num_prompts = len(cache_seqlens), len(cache_seqlens) - num_decodes
     parts = []
     if num_decodes:
-        decodes = slice(0, decode_tokens)
-        parts.append(
-            StepPart(
-                decodes,
-                cu_seqlens[: num_decodes + 1],
-                max_decode,
-                cache_seqlens[:num_decodes],
-                page_table[:num_decodes],
-            )
-        )
+        bounds, lengths, table = cu_seqlens[: num_decodes + 1], cache_seqlens[:num_decodes], page_table[:num_decodes]
+        parts.append(StepPart(slice(0, decode_tokens), bounds, max_decode, lengths, table))
     if num_prompts:
         bounds, lengths, table = (
             cu_seqlens[num_decodes : num_seqs + 1],
             cache_seqlens[num_decodes:],
             page_table[num_decodes:],
         )
-        if (
-            num_decodes
-        ):  # at new addresses: those inside the tensors are no multiples of 16 bytes, which need other kernels
+        # At new addresses: those inside the tensors are no multiples of 16 bytes, which need other kernels.
+        if num_decodes:
             bounds, lengths = bounds - decode_tokens, lengths.clone()
         equal = not num_decodes and num_prompts * max_seqlen == num_tokens
-        columns = -(
-            -longest // PAGE_SIZE
-        )  # a table may be as wide as the longest request that may come; plans follow the width
-        prompts = slice(decode_tokens, num_tokens)
-        parts.append(
-            StepPart(prompts, None if equal else bounds, max_seqlen, lengths, _of_prompts(table, num_decodes, columns))
-        )
+        # A table may be as wide as the longest request that may come. Plans follow the width.
+        table = _of_prompts(table, num_decodes, -(-longest // PAGE_SIZE))
+        parts.append(StepPart(slice(decode_tokens, num_tokens), None if equal else bounds, max_seqlen, lengths, table))
     return Step(tuple(parts))
 
 

@@ -3,21 +3,19 @@
     python -m sglang.launch_server --model-path MODEL --attention-backend fp8attn
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, and calls it in each of its processes.
-A page of SGLang's
-allocator is a page of fp8attn for each KV head: one run of bytes that depends on its 128 tokens alone. So the radix
-cache shares pages.
+A page of SGLang's allocator is a page of fp8attn for each KV head: one run of bytes that depends on its 128 tokens
+alone. So the radix cache shares pages.
 
 | file | what |
 |---|---|
 | `__init__.py` | `register`: what SGLang gets, and in which releases |
-| `refused.py` | which models and options are not supported, and why |
+| `supported.py` | which models and options are not supported, and why |
 | `options.py` | options from an environment variable |
 | `pool.py` | the pages of all layers, and the bytes of a token |
 | `layers.py` | SGLang's attention layers as layers of `integrations/engine` |
-| `backend.py` | the attention backend: the sequences of a step, then append and attention |
-| `graphs.py` | steps of decodes in memory that CUDA graphs read |
+| `backend.py` | the attention backend: the sequences of a step, also of CUDA graphs, then append and attention |
 
-Importing this module, `options.py` or `refused.py` does not import SGLang.
+Importing this module, `options.py` or `supported.py` does not import SGLang.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ from ...errors import UsageError
 from ...extras import needs
 from ...formats.page_layout import PAGE_SIZE
 from ...formats.spec import PageSpec
-from .options import options_of
-from .refused import NAME, is_chosen, unsupported_model, unsupported_options
+from .options import environment_options
+from .supported import NAME, is_chosen, unsupported_model, unsupported_options
 
 RELEASE = "0.5.23"  # of SGLang, which was run; docs/sglang.md says how
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class"
@@ -137,7 +135,8 @@ def _refuse(server_args: Any, previous: Callable[[Any], None]) -> None:
     options = resolved_view(server_args)
     if not is_chosen(options):
         return
-    reason = unsupported_options(options, options_of())
+    environment_options()  # raises UsageError
+    reason = unsupported_options(options)
     if reason is None:
         model = model_config_of(server_args)
         reason = unsupported_model(model, mambaish_config(model) is not None)

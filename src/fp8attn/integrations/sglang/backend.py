@@ -10,11 +10,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from ...errors import UsageError
 from ...formats.page_layout import PAGE_SIZE
-from ..engine.steps import Step, step_of
+from ..engine.steps import Step, StepPart
 from ..engine.warm import warm_up
-from .graphs import GraphSteps
 from .layers import engine_layers
-from .options import options_of
+from .options import environment_options
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +27,10 @@ class FP8AttentionBackend(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        self.req_to_token = (
-            runner.req_to_token_pool.req_to_token
-        )  # [max_requests, max_tokens], the slot of each token of a request
-        self.layers = engine_layers(runner, options_of())
+        # [max_requests, max_tokens], the slot of each token of a request
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.layers = engine_layers(runner, environment_options())
         self.forward_metadata: Step | None = None
-        self.graphs: GraphSteps | None = None
         device = torch.device(runner.device)
         if device.type == "cpu":
             logger.warning(
@@ -53,24 +50,20 @@ class FP8AttentionBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
-        lengths = forward_batch.seq_lens.to(torch.int32)
+        bounds = None
         if mode.is_decode():
-            bounds = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
-            num_tokens, max_seqlen = len(lengths), 1
+            num_tokens, max_seqlen = len(forward_batch.seq_lens), 1
         elif mode.name in ("EXTEND", "MIXED"):
             counts = forward_batch.extend_seq_lens_cpu
-            bounds = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
             num_tokens, max_seqlen = int(sum(counts)), int(max(counts))
+            if len(counts) * max_seqlen != num_tokens:
+                bounds = torch.nn.functional.pad(forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         else:
             raise UsageError(f"fp8attn does not support SGLang's steps of the form {mode.name}")
-        longest = int(forward_batch.seq_lens_cpu.max())
-        columns = -(-longest // PAGE_SIZE)
+        columns = -(-int(forward_batch.seq_lens_cpu.max()) // PAGE_SIZE)
         table = self._table(forward_batch.req_pool_indices, columns)
-        self.forward_metadata = step_of(
-            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=num_tokens,
-            max_seqlen=max_seqlen,
-            longest=longest,
-        )  # fmt: skip
+        lengths = forward_batch.seq_lens.to(torch.int32)
+        self.forward_metadata = Step((StepPart(slice(0, num_tokens), bounds, max_seqlen, lengths, table),))
 
     def _table(self, requests: torch.Tensor, columns: int) -> torch.Tensor:
         """The first pages of requests, `[num_seqs, columns]` int32."""
@@ -88,23 +81,23 @@ class FP8AttentionBackend(AttentionBackend):
             q: `[T, num_q_heads * head_dim]`, or with a dimension of heads.
             k, v: `[T, num_kv_heads, head_dim]`, after RoPE.
         """
-        found = self.layers[layer]
+        engine_layer = self.layers[layer]
         if (
             k is None
             or v is None
             or not save_kv_cache
             or (others := {x: y for x, y in others.items() if y is not None})
         ):
-            what = f"arguments {sorted(others)}" if others else "no new keys and values"
+            reason = f"arguments {sorted(others)}" if others else "no new keys and values"
             raise UsageError(
-                f"fp8attn cannot serve this model: layer {layer.layer_id} has {what}; use another --attention-backend"
+                f"fp8attn cannot serve this model: layer {layer.layer_id} has {reason}; use another --attention-backend"
             )
         assert self.forward_metadata is not None, "call init_forward_metadata first"
-        found.sinks = sinks
-        q = q.reshape(-1, found.num_q_heads, found.head_dim)
-        k, v = (x.reshape(-1, found.num_kv_heads, found.head_dim) for x in (k, v))
+        engine_layer.sinks = sinks
+        q = q.reshape(-1, engine_layer.num_q_heads, engine_layer.head_dim)
+        k, v = (x.reshape(-1, engine_layer.num_kv_heads, engine_layer.head_dim) for x in (k, v))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        found.run(q, k, v, out, self.forward_metadata)
+        engine_layer.run(q, k, v, out, self.forward_metadata)
         return out.flatten(1)
 
     forward_extend = forward_decode = _forward
@@ -113,20 +106,31 @@ class FP8AttentionBackend(AttentionBackend):
     # before it records a graph and before each replay. Graphs of prompts are disabled (`supported_graphs`).
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.graphs = GraphSteps(max_bs, -(-self.req_to_token.shape[1] // PAGE_SIZE), self.req_to_token.device)
+        """Make the tensors that graphs read, at the same addresses whatever the step, for `max_bs` sequences of the
+        longest request that may come, and a step for each number of sequences.
+        """
+        device, columns = self.req_to_token.device, -(-self.req_to_token.shape[1] // PAGE_SIZE)
+        lengths, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in (max_bs, (max_bs, columns)))
+        bounds = torch.arange(max_bs + 1, dtype=torch.int32, device=device)
+        self.graph_steps = [
+            Step((StepPart(slice(0, num_seqs), bounds[: num_seqs + 1], 1, lengths[:num_seqs], table[:num_seqs]),))
+            for num_seqs in range(max_bs + 1)
+        ]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return 1  # of requests that pad a graph; `GraphSteps.write` gives them no tokens
+        return 1  # of requests that pad a graph
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Write the sequences of a step where its graph reads them. `seq_lens` and `req_pool_indices` have the graph's
-        padding.
+        padding. The length of a sequence that pads it is 0, less than its new token: so nothing is written for it, and
+        its attention is zero. While a graph is recorded, all do.
         """
         if not (mode := forward_batch.forward_mode).is_decode():
             raise UsageError(f"fp8attn does not support CUDA graphs of SGLang's steps of the form {mode.name}")
-        assert self.graphs is not None, "call init_cuda_graph_state first"
-        padding = (
-            len(forward_batch.seq_lens) if in_capture else forward_batch.num_padding
-        )  # nothing is written while a graph is recorded
-        table = self._table(forward_batch.req_pool_indices, self.graphs.page_table.shape[1])
-        self.forward_metadata = self.graphs.write(forward_batch.seq_lens, table, padding)
+        num_seqs = len(forward_batch.seq_lens)
+        padding = num_seqs if in_capture else forward_batch.num_padding
+        self.forward_metadata = self.graph_steps[num_seqs]
+        (part,) = self.forward_metadata.parts
+        part.cache_seqlens.copy_(forward_batch.seq_lens)
+        part.cache_seqlens[num_seqs - padding :].zero_()
+        part.page_table.copy_(self._table(forward_batch.req_pool_indices, part.page_table.shape[1]))

@@ -12,7 +12,7 @@ from ..engine.layer import EngineLayer
 from ..engine.options import Options
 from ..engine.static import ServedModel, static_state
 from .pool import FP8PagePool
-from .refused import unsupported_layer
+from .supported import unsupported_layer
 
 
 def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineLayer]:
@@ -32,24 +32,24 @@ def engine_layers(runner: Any, options: Options) -> dict[RadixAttention, EngineL
     total = model.get_total_num_kv_heads()
     served = ServedModel(model.model_path, model.revision, model.context_len, model.num_hidden_layers, total)
     first = parallel.attn_tp_rank * total // parallel.attn_tp_size
-    found: dict[RadixAttention, EngineLayer] = {}
+    layers: dict[RadixAttention, EngineLayer] = {}
     for name, layer in runner.model.named_modules():
         if not isinstance(layer, RadixAttention):
             continue
         if (reason := unsupported_layer(layer)) is not None:
             raise UsageError(f"fp8attn cannot serve this model: {reason}")
-        if any(layer.layer_id == other.layer_id for other in found):
+        if any(layer.layer_id == other.layer_id for other in layers):
             raise UsageError(
                 f"fp8attn cannot serve this model: two of its layers have the keys of layer {layer.layer_id}"
             )
         heads = slice(first, first + layer.tp_k_head_num)
         window = layer.sliding_window_size
-        found[layer] = EngineLayer(
+        layers[layer] = EngineLayer(
             layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, options=options,
             static=static_state(options, served, layer.layer_id, heads, layer.head_dim), device=pool.device,
             softmax_scale=layer.scaling,
             window=window + 1 if window > -1 else None,  # SGLang's does not count the token itself
             softcap=layer.logit_cap or None, name=name,
         )  # fmt: skip
-        found[layer].bind(pool.pages[layer.layer_id - pool.start_layer])
-    return found
+        layers[layer].bind(pool.pages[layer.layer_id - pool.start_layer])
+    return layers

@@ -11,7 +11,7 @@ from ..engine.options import Options
 VARIABLE = "FP8ATTN_SGLANG"
 
 
-def options_of() -> Options:
+def environment_options() -> Options:
     """The options in the environment variable `FP8ATTN_SGLANG`.
 
     Raises:
@@ -19,7 +19,7 @@ def options_of() -> Options:
     """
     text, place = os.environ.get(VARIABLE, "{}"), f"the environment variable {VARIABLE}"
     try:
-        given = json.loads(text)
+        options = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{place} must be a JSON object of options; got {text!r}: {error}") from error
-    return Options.of(given, place)
+    return Options.of(options, place)

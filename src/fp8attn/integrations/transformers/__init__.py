@@ -21,8 +21,7 @@ share a `PagedKVCache`, which is made when the first K and V show their shape.
 | `kept.py` | full-attention layers of a static cache in 16 bits |
 | `attention.py`, `masks.py` | the functions `fp8_kv` |
 | `tensors.py` | `PagedTensor` |
-| `config.py`, `decoder.py`, `devices.py` | what is read from a config; the decoder of a model; the device of each layer
-|
+| `config.py`, `decoder.py` | what is read from a config; the decoder of a model, and the devices of its layers |
 | `weights.py`, `biases.py` | means, rotation and layers in 16 bits by the weights; what biases do to K and V |
 | `files.py` | a cache in a file |
 """

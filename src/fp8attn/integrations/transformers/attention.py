@@ -22,8 +22,8 @@ from .tensors import PagedTensor, pages_of, tokens_of
 # Keywords of transformers' models that do not change what attention computes.
 NEUTRAL = frozenset({
     "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids", "use_cache",
+    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
+    "token_type_ids", "use_cache",
 })  # fmt: skip
 # Keywords that change what attention computes or returns, and words in the names of such keywords.
 CHANGES_ATTENTION = frozenset({
@@ -31,8 +31,7 @@ CHANGES_ATTENTION = frozenset({
 })  # fmt: skip
 CHANGING_WORDS = (
     "alibi", "bias", "cap", "chunk", "cu_seq", "dropout", "mask", "max_length", "max_seq", "prefix", "scale", "scaling",
-    "score", "sink",
-    "slope", "sparse", "temperature", "window",
+    "score", "sink", "slope", "sparse", "temperature", "window",
 )  # fmt: skip
 _warned: set[str] = set()  # unknown keywords
 
@@ -96,10 +95,8 @@ def fp8_kv_attention(
     length = query.shape[2]
     for begin in range(0, length, QUERY_BLOCK):
         stop = min(begin + QUERY_BLOCK, length)
-        block, mask = (
-            query[:, :, begin:stop],
-            block_of(attention_mask, causal, length, key.shape[2], begin, stop, query.device),
-        )
+        block = query[:, :, begin:stop]
+        mask = block_of(attention_mask, causal, length, key.shape[2], begin, stop, query.device)
         if exact:
             outs.append(_attend_exactly(block, key, value, mask, scaling, softcap, s_aux))
         else:
@@ -124,7 +121,8 @@ def _attend_pages(
     if dropout:
         raise ValueError(f"{_in_fp8(module)}, which supports no dropout, and dropout is {dropout}; call model.eval()")
     _check_keywords(module, keywords)
-    start, window = None, key.window
+    reading, start = key.reading, None
+    window = reading.window
     if keywords.get("sliding_window") not in (None, window):
         raise ValueError(
             f"{_in_fp8(module)} and is called with sliding_window={keywords['sliding_window']}, and by the model's "
@@ -150,8 +148,7 @@ def _attend_pages(
     if torch.compiler.is_compiling():
         out = ops.attention(
             q, pages, causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
-            leftpad_k=start,
-            exact=key.exact, batch_invariant=key.batch_invariant, backend=key.backend,
+            leftpad_k=start, exact=reading.exact, batch_invariant=reading.batch_invariant, backend=reading.backend,
         )  # fmt: skip
     else:
         if batch != pages.num_seqs:
@@ -163,10 +160,9 @@ def _attend_pages(
             check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
         params = AttentionParams(
             None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks,
-            start, False,
-            key.exact, key.batch_invariant,
+            start, False, reading.exact, reading.batch_invariant,
         )  # fmt: skip
-        out, _ = ops.run_attention(resolve(key.backend, q, pages.format.name), q, pages, params)
+        out, _ = ops.run_attention(resolve(reading.backend, q, pages.format.name), q, pages, params)
     return out.view(batch, length, heads, head_dim)
 
 
@@ -178,21 +174,19 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
     unknown keyword is refused only if its name has a word that says that it does.
     """
     checked = (*NEUTRAL, "sliding_window")
-    given = [
+    used = [
         name for name, value in keywords.items() if name not in checked and value is not None and value is not False
     ]
-    if not given:
+    if not used:
         return
-    refused = sorted(
-        name for name in given if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS)
-    )
+    refused = sorted(name for name in used if name in CHANGES_ATTENTION or any(word in name for word in CHANGING_WORDS))
     if refused:
         raise ValueError(
             f"{_in_fp8(module)} and is called with {', '.join(refused)}, which fp8_kv does not support. Keep such "
             f"layers in 16 bits (FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: "
             f"model.set_attn_implementation('sdpa' or 'eager')"
         )
-    if not torch.compiler.is_compiling() and (new := sorted(set(given) - _warned)):
+    if not torch.compiler.is_compiling() and (new := sorted(set(used) - _warned)):
         _warned.update(new)
         warnings.warn(
             f"{_in_fp8(module)} and is called with {', '.join(new)}, which fp8attn does not know. It is ignored. If it "

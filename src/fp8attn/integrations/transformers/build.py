@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def make_layers(
     options: CacheOptions,
     scales: KVScales | None,
     weights: Weights,
-    skip_layers: Iterable[int] | Callable[[int], bool],
+    skip_layers: Iterable[int],
     devices: list[torch.device],
 ) -> tuple[list[Any], list[FP8Layers]]:
     """The layers of a cache, and what those in FP8 share, by shape, window and device.
@@ -97,13 +97,13 @@ def make_layers(
         UsageError: as `FP8Cache`.
     """
     config, static = decoder_config(model.config), options.max_cache_len is not None
-    is_skipped = _skipped(skip_layers, config.num_hidden_layers)
+    skipped = _numbers(skip_layers, config.num_hidden_layers)
     plain = {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer} if static else DYNAMIC_LAYER_TYPE_MAPPING
     length = {"max_cache_len": options.max_cache_len} if static else {}
     layers: list[Any] = []
     groups: dict[tuple[int, int, int | None, torch.device], FP8Layers] = {}
     for index, (spec, device) in enumerate(zip(specs, devices, strict=True)):
-        if not spec.in_pages_of(options.max_cache_len) or is_skipped(index):
+        if not spec.in_pages_of(options.max_cache_len) or index in skipped:
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if not spec.has_pages:
@@ -135,15 +135,11 @@ def make_layers(
     return layers, list(groups.values())
 
 
-def _skipped(skip_layers: Iterable[int] | Callable[[int], bool], num_layers: int) -> Callable[[int], bool]:
-    if callable(skip_layers):
-        return skip_layers
-    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else []
-    if not isinstance(skip_layers, Iterable) or not all(isinstance(n, int) for n in numbers):
-        raise UsageError(
-            f"skip_layers is a sequence of layers' numbers, or a function of a number; got {skip_layers!r}"
-        )
-    wrong = [n for n in numbers if not -num_layers <= n < num_layers]
-    if wrong:
+def _numbers(skip_layers: Iterable[int], num_layers: int) -> set[int]:
+    """The numbers of layers, from 0, which may be given from the end."""
+    numbers = list(skip_layers) if isinstance(skip_layers, Iterable) else [None]
+    if not all(isinstance(n, int) for n in numbers):
+        raise UsageError(f"skip_layers is a sequence of layers' numbers; got {skip_layers!r}")
+    if wrong := [n for n in numbers if not -num_layers <= n < num_layers]:
         raise UsageError(f"skip_layers names {wrong}, and the model has layers 0 to {num_layers - 1} (-1 is the last)")
-    return {n % num_layers for n in numbers}.__contains__
+    return {n % num_layers for n in numbers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...scales import KVScales, ranges
 from . import files
 from .build import make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
-from .devices import layer_devices
+from .decoder import layer_devices
 from .kept import make_normal
 from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer
 from .tensors import ATTN_IMPLEMENTATION
@@ -44,16 +44,14 @@ class FP8Cache(Cache):
 
     Static means are read from the model's weights, where its biases are several deviations of K or V (`biases`). No
     data are needed. No mean removes a bias of K that RoPE rotates. Layers where such biases make keys too coarse in 8
-    bits (`LayerBiases.loses`) stay in 16 bits, and a warning names them; `skip_layers` overrules it. INT8 keys are
-    rotated in every layer. The error of E4M3 is relative. So E4M3 keys are not rotated in layers where the rotation
-    would spread a large error over all channels: where K has an offset that no static mean removes, and where large
-    channels of K meet small channels of Q.
+    bits (`LayerBiases.loses`) stay in 16 bits, and a warning names them; `skip_layers` overrules it. Nor are E4M3 keys
+    rotated in layers where the weights say that the rotation would make them worse (`Weights.unrotated`).
 
     A layer with a sliding window gives back the pages that no later query sees, before the next forward. Windows of
     fewer than 384 tokens would not be smaller in pages than in 16 bits. Such layers are transformers' own, and so are
     all windows of the static form, chunked layers, and the states of linear layers. During a forward, windows have the
-    pages of all its tokens, and masks of 16-bit layers grow
-    with it: for a long prompt, call `generate(..., prefill_chunk_size=8192)`.
+    pages of all its tokens, and masks of 16-bit layers grow with it: for a long prompt, call
+    `generate(..., prefill_chunk_size=8192)`.
 
     The pages of a layer are on the device of its weights. So a model can be divided among several GPUs
     (`device_map="auto"`).
@@ -75,16 +73,14 @@ class FP8Cache(Cache):
             grows with its tokens. K's bias is averaged over these positions (None: over the config's
             max_position_embeddings).
         scales: calibrated scales and means (`KVScales.load`) with this key_dtype and rotate_keys. Their means replace
-            those of biases, and
-            what these leave decides which layers stay in 16 bits. None: each page has its own scales, and no
-                calibration is needed.
+            those of biases, and what these leave decides which layers stay in 16 bits. None: each page has its own
+            scales, and no calibration is needed.
         key_dtype: the format of keys, as `PagedKVCache` takes it. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`).
-        skip_layers: layers to keep in 16 bits: their numbers (negative ones count from the end), or a function of the
-            number. `()`: all
-            layers are in 8 bits. None: those with too large biases stay in 16 bits, unless no layer would be in 8 bits,
-            or `batch_invariant` is given. `fp8attn sensitivity` measures a model and chooses layers; `edge_layers`
-            names the first and last.
+        skip_layers: numbers of the layers to keep in 16 bits; negative ones count from the end. `()`: all layers are in
+            8 bits. None: those with too large biases stay in 16 bits, unless no layer would be in 8 bits, or
+            `batch_invariant` is given. `fp8attn sensitivity` measures a model and chooses layers; `edge_layers` names
+            the first and last.
         exact: keep 16 bits of queries and softmax weights in prompts, too, as `fp8attn.attention` takes it. Prompts are
             slower.
         batch_invariant: attention of a token has the same bits whatever the batch, as `fp8attn.attention` takes it. The
@@ -103,7 +99,7 @@ class FP8Cache(Cache):
         *,
         max_cache_len: int | None = None,
         scales: KVScales | None = None,
-        skip_layers: Iterable[int] | Callable[[int], bool] | None = None,
+        skip_layers: Iterable[int] | None = None,
         key_dtype: KeyDtype = DEFAULT_KEY_DTYPE,
         rotate_keys: bool = True,
         exact: bool = False,
@@ -129,7 +125,7 @@ class FP8Cache(Cache):
         options: CacheOptions,
         scales: KVScales | None,
         weights: Weights,
-        skip_layers: Iterable[int] | Callable[[int], bool],
+        skip_layers: Iterable[int],
         devices: list[torch.device],
     ) -> None:
         """Make the layers, without pages, and set the model's attention implementation."""
@@ -141,7 +137,7 @@ class FP8Cache(Cache):
         ]
         self._states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self._in_place = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)]
-        self.identity = files.identity(model, specs)
+        self.identity = files.identity_of(model, specs)
         if decoder_config(model.config)._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 

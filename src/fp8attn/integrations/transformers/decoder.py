@@ -1,9 +1,12 @@
-"""The decoder in a transformers model: its modules, without those of vision and audio models beside it."""
+"""The decoder in a transformers model: its modules, without those of vision and audio models beside it, and the devices
+of its layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -49,3 +52,27 @@ def check_layers(model: PreTrainedModel) -> None:
             f"Set the config's num_hidden_layers (and layer_types) to those of the model, and layer_idx of their "
             f"attention to 0, 1, 2, ..."
         )
+
+
+def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
+    """The device on which each layer of the decoder attends: that of its weights, or that to which accelerate moves
+    offloaded ones. A device map (`from_pretrained(..., device_map="auto")`) divides layers among several.
+    """
+    devices = [model.device] * num_layers
+    if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) < 2:
+        return devices
+    for _, module in decoder_modules(model):
+        index = vars(module).get("layer_idx")
+        if isinstance(index, int) and index < num_layers and getattr(module, "is_causal", True):
+            devices[index] = _device_of(module) or devices[index]
+    return devices
+
+
+def _device_of(layer: nn.Module) -> torch.device | None:
+    """The device that a layer's modules run on; None: nothing says which."""
+    loaded = next((x.device for x in layer.parameters() if not x.is_meta), None)
+    if loaded is not None:
+        return loaded
+    hooks = (getattr(getattr(module, "_hf_hook", None), "execution_device", None) for module in layer.modules())
+    moved = next((device for device in hooks if device is not None), None)
+    return None if moved is None else torch.device(moved)

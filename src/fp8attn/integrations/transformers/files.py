@@ -28,7 +28,7 @@ class CacheFile(NamedTuple):
     Attributes:
         path: its path.
         tensors, layers: as `storage.read` returns them.
-        identity: the model's (`identity`).
+        identity: of the model that it is for (`identity_of`).
         key_dtype: the format of the keys of all FP8 layers.
     """
 
@@ -46,7 +46,7 @@ def save(
     seqs: Sequence[int] | None,
     tokens: torch.Tensor | None,
 ) -> None:
-    """Write sequences of all `layers` of a cache (`FP8Cache.save`), which is for the model of this `identity`."""
+    """Write sequences of all `layers` of a cache (`FP8Cache.save`), for the model of this identity."""
     groups = _groups(layers)
     if any(group.unused for group in groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
@@ -93,7 +93,7 @@ def read(path: str | Path, max_cache_len: int | None) -> CacheFile:
             f"wrote"
         )
     try:
-        saved_identity, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
+        identity, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
         windowed = any(layer["window"] for layer in layers.values())
         key_dtype, *_ = [layer["key_dtype"] for layer in layers.values()]
     except (KeyError, TypeError, ValueError) as error:
@@ -103,7 +103,7 @@ def read(path: str | Path, max_cache_len: int | None) -> CacheFile:
             f"{path} has {'windows' if windowed else '16-bit layers'} of a cache with max_cache_len={saved_len}, which "
             f"cannot become those of another: load it with this max_cache_len"
         )
-    return CacheFile(path, tensors, layers, saved_identity, key_dtype)
+    return CacheFile(path, tensors, layers, identity, key_dtype)
 
 
 def restore(
@@ -212,7 +212,7 @@ def _restore(layer: CacheLayerMixin, state: dict[str, torch.Tensor]) -> None:
             setattr(layer, name, value if isinstance(old, torch.Tensor) else int(value))
 
 
-def identity(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[str, Any]:
+def identity_of(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[str, Any]:
     """What is compared of a model, which has layers of `specs`, as JSON has it. Only the last part of its name is used,
     because folders differ between machines."""
     config = decoder_config(model.config)

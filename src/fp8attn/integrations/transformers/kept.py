@@ -44,9 +44,9 @@ def make_normal(layers: Iterable[Any]) -> bool:
         return False
     changed = False
     for layer in layers:
-        for held in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
-            for name, x in held.items():
+        for values in (vars(layer), *(x for x in vars(layer).values() if isinstance(x, dict))):
+            for name, x in values.items():
                 if isinstance(x, torch.Tensor) and x.is_inference():
-                    held[name], changed = x.clone(), True
-                    torch._dynamo.mark_static_address(held[name])
+                    values[name], changed = x.clone(), True
+                    torch._dynamo.mark_static_address(values[name])
     return changed

@@ -21,7 +21,7 @@ from ...params import BackendName, check_backend, options_of
 from ...scales import LayerScales
 from .biases import LayerBiases
 from .config import LayerSpec, has_sinks, has_softcap
-from .tensors import ATTN_IMPLEMENTATION, PagedTensor, dequantize, tokens_of
+from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Reading, dequantize, tokens_of
 
 UNCOMPILED = (
     "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For "
@@ -67,7 +67,6 @@ class FP8Layers:
             the config and the model say (`make_early`).
         unused: whether there was no K and V yet. The first may have another shape (with tensor parallelism, a layer has
             a share of its heads), and then gets other pages.
-        recording: whether all tokens since the last `crop` can be dropped (`PageTable.recording`).
     """
 
     paged: PagedKVCache
@@ -76,10 +75,10 @@ class FP8Layers:
         self, config: PreTrainedConfig, options: CacheOptions, window: int | None, device: torch.device
     ) -> None:
         self.config, self.options, self.window, self.device = config, options, window, device
+        self.reading = Reading(options.backend, options.exact, options.batch_invariant, window)
         self.layers: list[FP8Layer] = []
         self.unused = True
         self.implementation, self.length = "", 0  # of attention, and of K as it is returned, in this forward
-        self.recording = False
 
     def make_early(self) -> None:
         """Make the pages of one sequence, so that also the first forward of a static cache can be compiled."""
@@ -124,7 +123,6 @@ class FP8Layers:
             device=key_states.device,
             backend=options.backend,
         )
-        self.paged.table.recording = self.recording
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             self.paged.ahead.attention |= self._attention(batch)
         return self.paged
@@ -148,8 +146,10 @@ class FP8Layers:
         """Handle a K of another shape or device than the pages. An unused cache and an empty growing one take another
         batch. All else raises ValueError."""
         if self.unused:
+            recording = self.paged.table.recording
             del self.paged  # before its memory is allocated again
-            return self.make(index, key_states, value_states)
+            self.make(index, key_states, value_states).table.recording = recording
+            return self.paged
         paged = self.paged
         if key_states.device != paged.device:
             raise ValueError(
@@ -170,12 +170,6 @@ class FP8Layers:
             )
         paged.select([0] * batch)
         return paged
-
-    # Moving sequences, for all FP8 layers at once
-
-    def record(self, recording: bool) -> None:
-        """Keep every token from now on until the next `crop`, or no longer do so."""
-        self.recording = self.paged.table.recording = recording
 
     def select(self, indices: list[int], method: str) -> None:
         """Replace the sequences with those of these `indices`, for the cache's `method`. Copies share pages until one
@@ -274,9 +268,9 @@ class FP8Layer(CacheLayerMixin):
             shared.length = paged.max_seqlen or paged.lengths[0]
         length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
         if shared.implementation == ATTN_IMPLEMENTATION:
-            shape, options = (batch, heads, length, head_dim), shared.options
-            reading = shape, key_states.dtype, paged.backend, options.exact, options.batch_invariant, shared.window
-            return PagedTensor(pages, "k", *reading), PagedTensor(pages, "v", *reading)
+            shape, dtype = (batch, heads, length, head_dim), key_states.dtype
+            reading = shared.reading
+            return PagedTensor(pages, "k", shape, dtype, reading), PagedTensor(pages, "v", shape, dtype, reading)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(
@@ -358,11 +352,11 @@ class FP8SlidingLayer(FP8Layer):
     @property
     def record_past(self) -> bool:
         """Whether tokens are kept until the next crop."""
-        return self.shared.recording
+        return self.shared.paged.table.recording
 
     @record_past.setter
     def record_past(self, recording: bool) -> None:
-        self.shared.record(recording)
+        self.shared.paged.table.recording = recording
 
     def activate_past_recording(self) -> None:
         """Keep every token until the next crop."""

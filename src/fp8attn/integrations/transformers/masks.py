@@ -138,9 +138,8 @@ def fp8_kv_mask(
         real = attention_mask.bool() & (torch.arange(width, device=attention_mask.device) < end)
         start = (real.cumsum(-1) == 0).sum(-1).clamp_max(end)
         last = (real * torch.arange(1, width + 1, device=real.device)).amax(-1)
-        short = (
-            last.new_zeros(()) + end > width
-        )  # compiled, `end` may be a symbolic integer, of which as_tensor makes no tensor
+        # Compiled, `end` may be a symbolic integer, of which as_tensor makes no tensor.
+        short = last.new_zeros(()) + end > width
         other = (real.sum(-1) != (last - start).clamp_min(0)).any() | short  # holes, or too short
         padded = True
         if torch.compiler.is_compiling():
@@ -188,16 +187,16 @@ def _is_windows(mask_function: Callable, window: int) -> bool:
     return _same(mask_function, _plain_function(window))
 
 
-def _same(found: Any, wanted: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Whether two functions have the same code and the same variables: transformers makes a new one for every mask."""
-    if found is wanted:
+    if a is b:
         return True
-    if isinstance(found, tuple) and isinstance(wanted, tuple):
-        return len(found) == len(wanted) and all(map(_same, found, wanted))
-    if not isinstance(found, FunctionType) or not isinstance(wanted, FunctionType):
-        return isinstance(found, int) and isinstance(wanted, int) and found == wanted
-    cells = found.__closure__ or (), wanted.__closure__ or ()
-    return found.__code__ is wanted.__code__ and _same(*(tuple(cell.cell_contents for cell in each) for each in cells))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, FunctionType) or not isinstance(b, FunctionType):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    variables = (tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (a, b))
+    return a.__code__ is b.__code__ and _same(*variables)
 
 
 def _has_plain_values(sdpa_arguments: dict[str, Any]) -> bool:

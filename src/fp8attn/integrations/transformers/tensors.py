@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,9 +17,17 @@ from ...params import BackendName
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = {
     "_pool": "pool", "_page_table": "page_table", "_cache_seqlens": "cache_seqlens",
-    "_stored_k_mean": "format.stored_k_mean",
-    "_v_mean": "format.v_mean",
+    "_stored_k_mean": "format.stored_k_mean", "_v_mean": "format.v_mean",
 }  # fmt: skip
+
+
+class Reading(NamedTuple):
+    """How attention reads an FP8 layer's pages: the options of an `FP8Cache`, and the layer's window."""
+
+    backend: BackendName
+    exact: bool
+    batch_invariant: bool
+    window: int | None
 
 
 def dequantize(
@@ -46,13 +54,11 @@ def dequantize(
     x = pages.dequantize(which, ids, torch.float32)
     token = first + lengths.new_ones(length).cumsum(0) - 1
     if last:
-        x = x.gather(
-            2, (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        )
+        place = (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None]
+        x = x.gather(2, place.expand(-1, x.shape[1], -1, x.shape[3]))
     x = x[:, :, :length]
-    x = torch.nn.functional.pad(
-        x, (0, 0, 0, length - x.shape[2])
-    )  # the table may have fewer columns than `length` needs
+    # The table may have fewer columns than `length` needs.
+    x = torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))
     # Bytes of K past the length are unspecified. An additive mask would not remove a NaN there.
     return torch.where((token < lengths)[:, None, :, None], x, 0.0).to(dtype)
 
@@ -77,19 +83,14 @@ class PagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype,
-        backend: BackendName = "auto",
-        exact: bool = False, batch_invariant: bool = False, window: int | None = None,
-    ) -> PagedTensor:  # fmt: skip
+        cls, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, reading: Reading
+    ) -> PagedTensor:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
-        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype,
-        backend: BackendName = "auto",
-        exact: bool = False, batch_invariant: bool = False, window: int | None = None,
-    ) -> None:  # fmt: skip
-        self.which, self.backend, self.exact, self.batch_invariant = which, backend, exact, batch_invariant
-        self.pages, self.window = pages, window
+        self, pages: KVPages, which: Literal["k", "v"], shape: Sequence[int], dtype: torch.dtype, reading: Reading
+    ) -> None:
+        self.pages, self.which, self.reading = pages, which, reading
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (
@@ -99,7 +100,7 @@ class PagedTensor(torch.Tensor):
 
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
-        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.window is not None)
+        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, self.reading.window is not None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return (
@@ -108,10 +109,7 @@ class PagedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [name for name in _TENSORS if getattr(self, name) is not None]
-        return names, (
-            self._spec, self._rotate, self.which, self.dtype, self.backend, self.exact, self.batch_invariant,
-            self.window
-        )  # fmt: skip
+        return names, (self._spec, self._rotate, self.which, self.dtype, self.reading)
 
     @classmethod
     def __tensor_unflatten__(
@@ -121,10 +119,10 @@ class PagedTensor(torch.Tensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> PagedTensor:
-        spec, rotated, which, dtype, *options = context
-        form = KVFormat(spec, rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
-        pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], form)
-        return cls(pages, which, outer_size, dtype, *options)
+        spec, rotated, which, dtype, reading = context
+        format = KVFormat(spec, rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
+        pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], format)
+        return cls(pages, which, outer_size, dtype, reading)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method
@@ -138,6 +136,6 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor
     subclass, and of its attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        form = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean)
-        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, form)
+        format = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean)
+        return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, format)
     return x.pages

@@ -24,7 +24,8 @@ class Weights(NamedTuple):
     Attributes:
         biases: what biases do to K and V, by layer. With calibrated scales, their means are subtracted instead of those
             of the biases.
-        unrotated: the layers whose E4M3 keys the rotation would make worse.
+        unrotated: the layers whose E4M3 keys the rotation would make worse, because it would spread a large error over
+            all channels: K has an offset that no mean removes, or large channels of K meet small channels of Q.
         losing: the layers whose keys lose accuracy in 8 bits (`LayerBiases.loses`), of those that can be in 8 bits.
     """
 

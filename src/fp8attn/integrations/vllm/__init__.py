@@ -3,9 +3,8 @@
     vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM
 
 vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes.
-A block of vLLM is a
-page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching, offloading and
-transfers move blocks as bytes.
+A block of vLLM is a page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching,
+offloading and transfers move blocks as bytes.
 
 | file | what |
 |---|---|
@@ -65,9 +64,8 @@ def register() -> None:
     _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
-        register_backend(
-            AttentionBackendEnum.__members__.get(NAME, NAME), path
-        )  # a name can be made once, and replaced any time
+        # A name can be made once, and replaced any time.
+        register_backend(AttentionBackendEnum.__members__.get(NAME, NAME), path)
         copyreg.pickle(AttentionBackendEnum, _pickled)
     if not current_platform.is_cpu():
         return
@@ -146,8 +144,8 @@ def unsupported_release(version: str) -> str | None:
     or a table's entry means, who writes K and V) would give wrong answers without an error, and a warning in a server's
     log does not stop them.
     """
-    found = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)  # development versions are on the way to the next release
-    if found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+    release = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)  # development versions are on the way to the next release
+    if release is not None and OLDEST <= (int(release[1]), int(release[2])) <= NEWEST:
         return None
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
     return (

@@ -19,9 +19,8 @@ from .supported import DTYPES, KV_CACHE_DTYPES, WHAT_TO_DO, unsupported_layer
 class FP8AttentionBackend(AttentionBackend):
     """vLLM's `AttentionBackend` describes the methods."""
 
-    forward_includes_kv_cache_update = (
-        True  # `append` needs sequences and lengths, which vLLM's separate update does not get
-    )
+    # `append` needs sequences and lengths, which vLLM's separate update does not get.
+    forward_includes_kv_cache_update = True
     supported_dtypes = DTYPES
     supported_kv_cache_dtypes = KV_CACHE_DTYPES
 
@@ -72,8 +71,8 @@ class FP8AttentionBackend(AttentionBackend):
         reasons = [WHAT_TO_DO.get(reason, reason) for reason in super().validate_configuration(**options)]
         if options["use_mla"]:
             return reasons
-        own = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})
-        return reasons if own is None else [own, *reasons]
+        reason = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})
+        return reasons if reason is None else [reason, *reasons]
 
     # The bytes of a block: until vLLM 0.28
 

@@ -14,14 +14,15 @@ LMCACHE = (
 
 
 def connectors(config: Any) -> list[tuple[str | None, dict[str, Any]]]:
-    """The name and the own options of each KV connector in vLLM's configuration."""
-    given = config.kv_transfer_config
-    if given is None or given.kv_connector is None:
+    """The name and the options of each KV connector in vLLM's configuration."""
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
         return []
-    own = given.kv_connector_extra_config or {}
-    if given.kv_connector != "MultiConnector":
-        return [(given.kv_connector, own)]
-    return [(one.get("kv_connector"), one.get("kv_connector_extra_config") or {}) for one in own.get("connectors", ())]
+    options = transfer.kv_connector_extra_config or {}
+    if transfer.kv_connector != "MultiConnector":
+        return [(transfer.kv_connector, options)]
+    parts = options.get("connectors", ())
+    return [(part.get("kv_connector"), part.get("kv_connector_extra_config") or {}) for part in parts]
 
 
 def unsupported_connector(config: Any) -> str | None:
@@ -50,6 +51,6 @@ def exchanges_blocks(config: Any) -> bool:
     to_the_cpu = "CPUOffloadingSpec"
     return any(
         name != "SimpleCPUOffloadConnector"
-        and (name != "OffloadingConnector" or own.get("spec_name", to_the_cpu) != to_the_cpu)
-        for name, own in connectors(config)
+        and (name != "OffloadingConnector" or options.get("spec_name", to_the_cpu) != to_the_cpu)
+        for name, options in connectors(config)
     )

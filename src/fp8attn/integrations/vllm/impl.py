@@ -14,14 +14,14 @@ from ...errors import UsageError
 from ..engine.layer import EngineLayer
 from ..engine.marks import mark_of
 from ..engine.static import ServedModel, static_state
+from ..engine.steps import Step
 from .connectors import exchanges_blocks
-from .metadata import FP8AttentionMetadata
-from .options import layer_number, options_of
+from .options import config_options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
 from .supported import is_batch_invariant, unsupported_config, unsupported_invariance, unsupported_layer
 
 
-class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
+class FP8AttentionImpl(AttentionImpl[Any]):
     """`AttentionImpl` describes the arguments.
 
     Raises:
@@ -45,7 +45,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         **others: Any,
     ) -> None:
         config = get_current_vllm_config()
-        self.options = options_of(config.additional_config)
+        self.options = config_options(config.additional_config)
         reason = unsupported_config(config, self.options) or unsupported_invariance(self.options, sliding_window)
         reason = reason or unsupported_layer(head_size, kv_cache_dtype, attn_type, alibi_slopes, others)
         if reason is not None:
@@ -72,9 +72,8 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             else:
                 self.engine_layer.write_static()
             for name, tensor in self.engine_layer.buffers.items():
-                layer.register_buffer(
-                    name, tensor, persistent=False
-                )  # vLLM keeps buffers when its sleep mode discards weights
+                # vLLM keeps buffers when its sleep mode discards weights.
+                layer.register_buffer(name, tensor, persistent=False)
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
         model, name = self._config.model_config, self._target or layer.layer_name
@@ -86,10 +85,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         options = self.options
         if name.startswith("draft_model."):  # the file is not of a draft model
             options = replace(options, scales=None)
-        impls = [
-            getattr(other, "impl", None) for other in self._config.compilation_config.static_forward_context.values()
-        ]
-        head_dims = sorted({impl.head_size for impl in impls if isinstance(impl, FP8AttentionImpl)})
+        head_dims = sorted({impl.head_size for impl in self._impls()})
         if options.scales is not None and len(head_dims) > 1:
             raise UsageError(
                 f"fp8attn cannot serve this model with the option scales: its layers have head_dim "
@@ -97,21 +93,25 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
             )
         mark = None
         if exchanges_blocks(self._config):
-            drafts = (
-                self._config.speculative_config
-            )  # a draft model's layers have the mark of the model, whose blocks they may share
+            # A draft model's layers have the mark of the model, whose blocks they may share.
+            drafts = self._config.speculative_config
             whole = model if drafts is None else drafts.target_model_config
             mark = mark_of(
                 self.options, replace(served, name=whole.model, revision=whole.revision, context=whole.max_model_len)
             )
         return EngineLayer(
             self.num_heads, self.num_kv_heads, self.head_size, options=self.options, device=layer._k_scale.device,
-            static=static_state(options, served, layer_number(name), slice(first, first + self.num_kv_heads),
-            self.head_size),
+            static=static_state(
+                options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size
+            ),
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
-            writes=self._target is None,
-            batch_invariant=is_batch_invariant(), mark=mark, name=layer.layer_name,
+            writes=self._target is None, batch_invariant=is_batch_invariant(), mark=mark, name=layer.layer_name,
         )  # fmt: skip
+
+    def _impls(self) -> list[FP8AttentionImpl]:
+        """The layers of the model with this backend."""
+        layers = self._config.compilation_config.static_forward_context.values()
+        return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
 
     def forward(
         self,
@@ -120,7 +120,7 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: FP8AttentionMetadata | None,
+        attn_metadata: Step | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -135,41 +135,34 @@ class FP8AttentionImpl(AttentionImpl[FP8AttentionMetadata]):
         """
         if attn_metadata is None:
             return output.zero_()
-        own = self.engine_layer
-        assert own is not None, "vLLM calls process_weights_after_loading before"
-        if not own.is_bound(kv_cache):
-            if own.writes_at_the_start:
-                self._check_own_blocks(layer, kv_cache)
-            own.bind(kv_cache)
-        own.run(query, key, value, output, attn_metadata)
+        engine_layer = self.engine_layer
+        assert engine_layer is not None, "vLLM calls process_weights_after_loading before"
+        if not engine_layer.is_bound(kv_cache):
+            if engine_layer.writes_at_the_start:
+                self._check_blocks(layer, kv_cache, engine_layer.has_static_scales)
+            engine_layer.bind(kv_cache)
+        engine_layer.run(query, key, value, output, attn_metadata)
         return output
 
-    def _check_own_blocks(self, layer: Any, kv_cache: torch.Tensor) -> None:
-        """What is written once stays in blocks that nothing else writes to."""
-        assert self.engine_layer is not None
-        static_scales = self.engine_layer.has_static_scales
+    def _check_blocks(self, layer: Any, kv_cache: torch.Tensor, static_scales: bool) -> None:
+        """Raise UsageError if something else writes to this layer's blocks, into which values are written once."""
         remedy = "leave out static_scales" if static_scales else "leave out --kv-transfer-config"
         for other in self._config.compilation_config.static_forward_context.values():
             blocks = getattr(other, "kv_cache", None)
             if other is layer or not isinstance(blocks, torch.Tensor) or not blocks.numel():
                 continue
-            if not isinstance(
-                other.impl, FP8AttentionImpl
-            ):  # vLLM would clear new blocks, which two precisions can share
+            # vLLM would clear new blocks, which two precisions can share.
+            if not isinstance(other.impl, FP8AttentionImpl):
                 raise UsageError(
                     f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM "
                     f"clears blocks, with what fp8attn has written into them once: {remedy}"
                 )
-            shared = blocks.data_ptr() == kv_cache.data_ptr() and other.impl._target is None
-            if shared and static_scales:
-                raise UsageError(
-                    f"{layer.layer_name} shares its blocks with {other.layer_name}, as in models with and without "
-                    f"windows: {remedy}"
-                )
-            if (
-                shared and other.impl.head_size != self.head_size
-            ):  # a page of one has K and V where a page of the other has its header
-                raise UsageError(
-                    f"{layer.layer_name} shares its blocks with {other.layer_name}, which has another head_dim: "
-                    f"{remedy}"
-                )
+            if blocks.data_ptr() != kv_cache.data_ptr() or other.impl._target is not None:
+                continue
+            if static_scales:
+                reason = "as in models with and without windows"
+            elif other.impl.head_size != self.head_size:  # a page of one has K and V where the other has its header
+                reason = "which has another head_dim"
+            else:
+                continue
+            raise UsageError(f"{layer.layer_name} shares its blocks with {other.layer_name}, {reason}: {remedy}")

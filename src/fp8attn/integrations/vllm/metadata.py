@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from ...errors import UsageError
@@ -15,12 +15,8 @@ from ..engine.warm import warm_up
 from .supported import unsupported_on_cpu
 
 
-class FP8AttentionMetadata(Step, AttentionMetadata):
-    """The step, which all layers share."""
-
-
-class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]):
-    """Makes the metadata of a step. A part of decodes has views of vLLM's buffers only, so CUDA graphs can
+class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
+    """Makes the metadata of a step, a `Step`. A part of decodes has views of vLLM's buffers only, so CUDA graphs can
     replay it.
     """
 
@@ -31,17 +27,12 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        layers = vllm_config.compilation_config.static_forward_context
-        made = {
-            name: found
-            for name, layer in layers.items()
-            if (found := getattr(getattr(layer, "impl", None), "engine_layer", None))
-        }
         if device.type == "cpu":
             if (reason := unsupported_on_cpu(vllm_config)) is not None:
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
         else:
-            warm_up([made[name] for name in layer_names], vllm_config.model_config.dtype, device)
+            layers = vllm_config.compilation_config.static_forward_context
+            warm_up([layers[name].impl.engine_layer for name in layer_names], vllm_config.model_config.dtype, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
@@ -52,43 +43,43 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[FP8AttentionMetadata]
 
         return max_decode_query_len(vllm_config)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> FP8AttentionMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         step = common_attn_metadata
         num_decodes, num_prompts, decode_tokens, _ = split_decodes_and_prefills(
             step, decode_threshold=self.reorder_batch_threshold
         )
-        found = step_of(
-            step.seq_lens[: step.num_reqs], step.block_table_tensor[: step.num_reqs], step.query_start_loc,
+        return step_of(
+            step.seq_lens[: step.num_reqs],
+            step.block_table_tensor[: step.num_reqs],
+            step.query_start_loc,
             num_decodes=num_decodes,
-            decode_tokens=decode_tokens, max_decode=self.reorder_batch_threshold if num_prompts else step.max_query_len,
-            num_tokens=step.num_actual_tokens, max_seqlen=step.max_query_len, longest=step.max_seq_len,
-        )  # fmt: skip
-        return FP8AttentionMetadata(found.parts)
+            decode_tokens=decode_tokens,
+            max_decode=self.reorder_batch_threshold if num_prompts else step.max_query_len,
+            num_tokens=step.num_actual_tokens,
+            max_seqlen=step.max_query_len,
+            longest=step.max_seq_len,
+        )
 
-    def update_block_table(
-        self, metadata: FP8AttentionMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> FP8AttentionMetadata:
+    def update_block_table(self, metadata: Step, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Step:
         """The metadata of layers whose blocks are others (another group of vLLM's)."""
-        return FP8AttentionMetadata(metadata.with_table(blk_table).parts)
+        return metadata.with_table(blk_table)
 
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> FP8AttentionMetadata:
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Step:
         """The metadata of a draft, `draft_index` drafts after the first.
 
         vLLM's model runner V1 gives a draft past `max_model_len` the length 1, and the next drafts 2, 3, ..., less than
         any sequence has then. Here it has the length 0 and is not written, because the page at its position 0 may be
         another request's, too.
         """
-        found = self.build(0, common_attn_metadata, fast_build=True)
+        step = self.build(0, common_attn_metadata, fast_build=True)
         if draft_index == 0:
-            return found
-        return FP8AttentionMetadata(
+            return step
+        return Step(
             tuple(
                 replace(part, cache_seqlens=part.cache_seqlens.masked_fill(part.cache_seqlens <= draft_index, 0))
-                for part in found.parts
+                for part in step.parts
             )
         )
 
-    def update_draft_decode_metadata(self, metadata: FP8AttentionMetadata) -> None:
+    def update_draft_decode_metadata(self, metadata: Step) -> None:
         """Nothing to do: a part of decodes has views of vLLM's buffers only."""

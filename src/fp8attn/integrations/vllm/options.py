@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ..engine.options import Options
 
 
-def options_of(additional_config: Any) -> Options:
+def config_options(additional_config: Any) -> Options:
     """The options in vLLM's `additional_config`.
 
     Raises:
@@ -29,5 +29,5 @@ def options_of(additional_config: Any) -> Options:
 
 def layer_number(layer_name: str) -> int | None:
     """The number in vLLM's name of a layer, such as `model.layers.3.self_attn.attn`."""
-    found = re.search(r"layers\.(\d+)\.", layer_name)
-    return None if found is None else int(found[1])
+    number = re.search(r"layers\.(\d+)\.", layer_name)
+    return None if number is None else int(number[1])

@@ -1,8 +1,7 @@
 """The bytes of a vLLM block: those of a page (`PageLayout`) for each KV head of each 128 tokens.
 
 A block of more tokens has the pages of all heads for its first 128 tokens, then those for the next. vLLM knows this as
-blocks that a kernel
-reads in parts: it gives layers the parts as blocks, and tables of them.
+blocks that a kernel reads in parts: it gives layers the parts as blocks, and tables of them.
 
 Layers of several shapes (Gemma 4) get blocks from one pool, so vLLM makes their blocks equally large: by more tokens,
 if the bytes divide. They do, because a page of head_dim 512 is as long as two of 256. Otherwise it would leave gaps

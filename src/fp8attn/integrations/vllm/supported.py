@@ -51,8 +51,8 @@ def unsupported_layer(
         return f"{refusal}; leave out --attention-backend"
     if alibi_slopes is not None:
         return "it has ALiBi, which fp8attn does not support; leave out --attention-backend"
-    if given := sorted(name for name, value in others.items() if value not in (None, False, -1)):
-        return f"its attention has {', '.join(given)}, which fp8attn does not support; leave out --attention-backend"
+    if names := sorted(name for name, value in others.items() if value not in (None, False, -1)):
+        return f"its attention has {', '.join(names)}, which fp8attn does not support; leave out --attention-backend"
     return None
 
 
@@ -92,11 +92,10 @@ def unsupported_config(config: Any, options: Options) -> str | None:
         )
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model.get_sliding_window():
         return "--disable-hybrid-kv-cache-manager makes other blocks for layers with a window; leave it out"
-    if model.enable_sleep_mode and (options.static_scales or exchanges_blocks(config)):
-        what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
+    if model.enable_sleep_mode and (option := _option_that_writes_once(config, options)):
         return (
             f"--enable-sleep-mode discards blocks, with what is written into each of them once at the start: leave out "
-            f"it or {what}"
+            f"it or {option}"
         )
     return unsupported_connector(config)
 
@@ -112,10 +111,10 @@ def unsupported_invariance(options: Options, window: int | None) -> str | None:
         return None
     asked = "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch"
     if not options.static_scales:
-        option = '--additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": true}}\''
+        scales = '--additional-config \'{"fp8attn": {"scales": "FILE", "static_scales": true}}\''
         return (
             f"{asked}, and the scale of a page that is being filled can grow after a step has attended over it. Other "
-            f"requests change where the chunks of a prompt end, so pass calibrated scales: {option}"
+            f"requests change where the chunks of a prompt end, so pass calibrated scales: {scales}"
         )
     if window is not None:
         return f"{asked}, and layers with a window have no static scales here; leave out VLLM_BATCH_INVARIANT"
@@ -130,14 +129,19 @@ def _unsupported_hybrid(config: Any, options: Options) -> str | None:
             f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or "
             f"newer"
         )
-    if options.static_scales or exchanges_blocks(config):
-        what = "the option static_scales" if options.static_scales else "--kv-transfer-config"
-        return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {what}"
-    if (
-        config.speculative_config is not None
-    ):  # vLLM's build for CPUs gives other answers with it than without, with its own attention, too
+    if option := _option_that_writes_once(config, options):
+        return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {option}"
+    # vLLM's build for CPUs gives other answers with it than without, with its own attention, too.
+    if config.speculative_config is not None:
         return f"{has}, with which fp8attn was not tried under speculation: leave out --speculative-config"
     return None
+
+
+def _option_that_writes_once(config: Any, options: Options) -> str | None:
+    """The option because of which something is written into each block once at the start, or None."""
+    if options.static_scales:
+        return "the option static_scales"
+    return "--kv-transfer-config" if exchanges_blocks(config) else None
 
 
 def unsupported_on_cpu(config: Any) -> str | None:

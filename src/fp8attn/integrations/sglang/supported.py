@@ -13,7 +13,6 @@ from ...backends import hopper
 from ...formats.codec import INT8
 from ...formats.page_layout import PAGE_SIZE
 from ...formats.spec import PageSpec
-from ..engine.options import Options
 
 NAME = "fp8attn"  # of the attention backend
 
@@ -60,31 +59,27 @@ def is_chosen(options: Any) -> bool:
     return NAME in (options.attention_backend, options.prefill_attention_backend, options.decode_attention_backend)
 
 
-def unsupported_options(given: Any, own: Options) -> str | None:
-    """Why these options of SGLang cannot be served with these of fp8attn, or None.
+def unsupported_options(options: Any) -> str | None:
+    """Why these options of SGLang cannot be served, or None.
 
     Args:
-        given: SGLang's resolved options, as attributes.
-        own: fp8attn's.
+        options: SGLang's resolved options, as attributes.
     """
-    both = (
-        given.prefill_attention_backend or given.attention_backend,
-        given.decode_attention_backend or given.attention_backend,
-    )
-    if given.attention_backend != NAME or both != (NAME, NAME):
+    others = {options.prefill_attention_backend, options.decode_attention_backend} - {None}
+    if options.attention_backend != NAME or others - {NAME}:
         return (
             f"prompts and decodes read the same pages: pass --attention-backend {NAME}, and none for prefill or decode "
             f"alone"
         )
-    if given.page_size != PAGE_SIZE:
+    if options.page_size != PAGE_SIZE:
         return (
-            f"a page has {PAGE_SIZE} tokens, and SGLang's would have {given.page_size}: leave out --page-size, or pass "
-            f"{PAGE_SIZE}"
+            f"a page has {PAGE_SIZE} tokens, and SGLang's would have {options.page_size}: leave out --page-size, or "
+            f"pass {PAGE_SIZE}"
         )
-    if given.kv_cache_dtype != "auto":
-        return f"--kv-cache-dtype {given.kv_cache_dtype} is not used: pages have a form of their own; leave it out"
+    if options.kv_cache_dtype != "auto":
+        return f"--kv-cache-dtype {options.kv_cache_dtype} is not used: pages have a format of their own; leave it out"
     for name, supported, reason in _OPTIONS:
-        if (value := getattr(given, name)) not in supported:
+        if (value := getattr(options, name)) not in supported:
             return f"--{name.replace('_', '-')} is {value!r}; {reason}"
     return None
 
@@ -127,12 +122,12 @@ def unsupported_layer(layer: Any) -> str | None:
         return f"the attention of layer {layer.layer_id} is not that of a decoder; {_OTHER}"
     if (reason := hopper.refusal(PageSpec(layer.head_dim, layer.v_head_dim, INT8))) is not None:
         return f"layer {layer.layer_id}: {reason}; {_OTHER}"
-    has = {
+    unsupported = {
         "a logit cap of another form than tanh": layer.logit_cap > 0 and layer.logit_capping_method != "tanh",
         "a position encoding of its own": layer.pos_encoding_mode != "NONE",
         "a temperature by length": layer.xai_temperature_len > 0,
         "attention in chunks": layer.use_irope,
     }
-    if found := [name for name, given in has.items() if given]:
-        return f"layer {layer.layer_id} has {found[0]}, which fp8attn does not support; {_OTHER}"
+    if names := [name for name, is_used in unsupported.items() if is_used]:
+        return f"layer {layer.layer_id} has {names[0]}, which fp8attn does not support; {_OTHER}"
     return None
