@@ -31,7 +31,7 @@ from .formats.codec import DEFAULT_KEY_DTYPE, FP8, KeyDtype
 from .formats.kv_format import KVFormat
 from .formats.spec import PageSpec
 from .pages import KVPages
-from .params import Append, AttentionParams, BackendName
+from .params import Append, AttentionArguments, AttentionParams, BackendName
 
 MOST_WINDOW = 2**63 - 1  # torch's ops take 64 bits; kernels clamp it
 
@@ -85,7 +85,7 @@ def append(
     """
     if not isinstance(pages, KVPages):
         raise _no_pages(pages, "append(pages, k, v)")
-    target = check_append(pages.spec, pages.num_kv_heads, pages.device, k, v, backend)
+    target = check_append(pages.format.spec, pages.pool.shape[1], pages.pool.device, k, v, backend)
     if not type(static_scales) is type(advance) is bool:
         check_flags(static_scales=static_scales, advance=advance)
     if static_scales and pages.spec.v_in_k:
@@ -159,40 +159,10 @@ def attention(
             f"differ: give cu_seqlens_q and max_seqlen_q, or call PagedKVCache.attention, which knows them"
         )
     max_seqlen_q = _longest(q, pages, cu_seqlens_q, max_seqlen_q, "cu_seqlens_q", "max_seqlen_q")
-    if not type(causal) is type(return_lse) is type(exact) is type(batch_invariant) is bool:
-        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
-    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
-        raise ValueError(
-            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs "
-            f"causal=True; got {window=}, {causal=}"
-        )
-    if softcap is not None:
-        if unobserved(q):
-            check_number(softcap, "softcap", " > 0 (None for no cap)")
-        if softcap <= 0:
-            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
-    if pages.spec.v_in_k:
-        if softmax_scale is None:
-            raise UsageError(
-                "softmax_scale has no default over latents, because it depends on the expanded keys: pass 1 / sqrt of "
-                "their channels (qk_nope_head_dim + qk_rope_head_dim), times what the model's RoPE scaling adds"
-            )
-        if softcap is not None or sinks is not None:
-            raise UsageError("attention over latents has no softcap and no sinks: leave them out")
-    if softmax_scale is None:
-        softmax_scale = 1 / math.sqrt(q.shape[2])
-    elif unobserved(q):
-        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
-    if sinks is not None:
-        check_tensor(sinks, "sinks, one logit per query head,", (q.shape[1],), None, q.device)
-    if leftpad_k is not None:
-        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
+    options = causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
+    params = params_of(q, pages, cu_seqlens_q, max_seqlen_q, options)
     if out is not None:
         _check_out(out, q, pages)
-    params = AttentionParams(
-        cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse,
-        exact, batch_invariant,
-    )  # fmt: skip
     target = resolve(backend, q, pages.format.name)
     if not isinstance(target, str) and at_hand(q, target.name):
         check_attended(pages, q.shape[0], params)
@@ -313,17 +283,60 @@ def check_queries(q: torch.Tensor, pages: KVPages) -> None:
     check_tokens(q, "q", pages.pool.device)
     check_derivatives(q)
     _, num_q_heads, q_dim = q.shape
-    num_kv_heads, head_dim = pages.pool.shape[1], pages.head_dim
-    if not num_q_heads or num_q_heads % num_kv_heads or q_dim != head_dim:
+    num_kv_heads, spec = pages.pool.shape[1], pages.format.spec
+    if not num_q_heads or num_q_heads % num_kv_heads or q_dim != spec.k_dim:
         raise ValueError(
-            f"q must be [T, num_q_heads, {head_dim}] with num_q_heads a multiple of {num_kv_heads}; got "
-            f"{tuple(q.shape)}{_absorbed(pages.spec)}"
+            f"q must be [T, num_q_heads, {spec.k_dim}] with num_q_heads a multiple of {num_kv_heads}; got "
+            f"{tuple(q.shape)}{_absorbed(spec)}"
         )
 
 
 def _absorbed(spec: PageSpec) -> str:
     """What q is over latents, for an error."""
     return f": over latents, {spec.v_dim} channels of the absorbed query and then those with RoPE" * spec.v_in_k
+
+
+def params_of(
+    q: torch.Tensor, pages: KVPages, cu_seqlens_q: torch.Tensor | None, max_seqlen_q: int, options: AttentionArguments
+) -> AttentionParams:
+    """The options of `attention`, checked. `cu_seqlens_q` and `max_seqlen_q` are right already.
+
+    Raises:
+        ValueError: an option does not fit `q` or `pages`; the message says what would.
+    """
+    causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant = options
+    if not type(causal) is type(return_lse) is type(exact) is type(batch_invariant) is bool:
+        check_flags(causal=causal, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant)
+    if window is not None and (not causal or not is_whole(window) or not 1 <= window <= MOST_WINDOW):
+        raise ValueError(
+            f"window must be an integer from 1 to {MOST_WINDOW:,}, the number of keys that a query sees, and needs "
+            f"causal=True; got {window=}, {causal=}"
+        )
+    if softcap is not None:
+        if unobserved(q):
+            check_number(softcap, "softcap", " > 0 (None for no cap)")
+        if softcap <= 0:
+            raise ValueError(f"softcap must be positive (None for no cap); got {softcap}")
+    if pages.format.spec.v_in_k:
+        if softmax_scale is None:
+            raise UsageError(
+                "softmax_scale has no default over latents, because it depends on the expanded keys: pass 1 / sqrt of "
+                "their channels (qk_nope_head_dim + qk_rope_head_dim), times what the model's RoPE scaling adds"
+            )
+        if softcap is not None or sinks is not None:
+            raise UsageError("attention over latents has no softcap and no sinks: leave them out")
+    if softmax_scale is None:
+        softmax_scale = 1 / math.sqrt(q.shape[2])
+    elif unobserved(q):
+        check_number(softmax_scale, "softmax_scale", " (None for 1 / sqrt(head_dim))")
+    if sinks is not None:
+        check_tensor(sinks, "sinks, one logit per query head,", (q.shape[1],), None, q.device)
+    if leftpad_k is not None:
+        check_tensor(leftpad_k, "leftpad_k, one count per sequence,", (pages.num_seqs,), torch.int32, q.device)
+    return AttentionParams(
+        cu_seqlens_q, max_seqlen_q, causal, softmax_scale, window or 0, softcap or 0.0, sinks, leftpad_k, return_lse,
+        exact, batch_invariant,
+    )  # fmt: skip
 
 
 def _no_pages(value: object, call: str) -> TypeError:
@@ -373,7 +386,7 @@ def _longest(
             )
         check_tensor(cu_seqlens, cu_name, (pages.num_seqs + 1,), torch.int32, x.device)
         return max_seqlen
-    tokens, num_seqs = x.shape[0], pages.num_seqs
+    tokens, num_seqs = x.shape[0], pages.page_table.shape[0]
     if not tokens:
         return 0
     if not num_seqs or tokens % num_seqs:

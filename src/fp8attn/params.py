@@ -77,6 +77,13 @@ class AttentionParams(NamedTuple):
     batch_invariant: bool = False
 
 
+# What the callers of attention choose: the fields from `causal` on. None: the default of `softmax_scale`, no window and
+# no softcap.
+AttentionArguments = tuple[
+    bool, float | None, int | None, float | None, torch.Tensor | None, torch.Tensor | None, bool, bool, bool
+]
+
+
 class Append(NamedTuple):
     """The options of an append. `ops.append` makes this tuple once, and passes it through the backend to the kernel.
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8attn import KVScales, OutOfPagesError, PagedKVCache
+from fp8attn import KVScales, OutOfPagesError, PagedKVCache, ops
 from fp8attn._torch_ops import flatten_format
 from fp8attn.formats.codec import CODECS, E4M3
 from fp8attn.formats.page_layout import PAGE_SIZE
@@ -422,12 +422,17 @@ def test_first_tokens_of_from_dense_are_those_of_an_append():
             assert all(map(torch.equal, *(cache.read(layer, seq) for cache in caches)))
 
 
-def test_options_of_attention_are_checked_in_every_layer():
+def test_layers_of_a_step_share_their_checked_options(monkeypatch):
+    """The options of attention are checked once in a step, again with other options, and again in the next step."""
+    checks, params_of = [], ops.params_of
+    monkeypatch.setattr(ops, "params_of", lambda *arguments: (checks.append(arguments), params_of(*arguments))[1])
     cache = PagedKVCache(HEADS, DIM, num_layers=4, num_seqs=2)
     k, v = tokens(20)
-    for layer in range(4):
-        cache.append(layer, k, v)
-        cache.attention(layer, k, window=5 if layer % 2 else None)
+    for _ in range(2):
+        for layer in range(4):
+            cache.append(layer, k, v)
+            cache.attention(layer, k, window=5 if layer % 2 else None)
+    assert [options[2] for *_, options in checks] == [None, 5] * 2
     with pytest.raises(ValueError, match="window must be an integer from 1 to"):
         cache.attention(0, k, window=0)
     with pytest.raises(

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from .. import ops
-from .._torch_ops import Target
+from .._torch_ops import Target, resolve
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
@@ -307,27 +307,33 @@ class PagedKVCache:
                     f"window={window}"
                 )
             window = self.window if window is None else window
-        # Compiled code appends equal numbers of tokens.
-        step = None if torch.compiler.is_compiling() else self.steps.last
-        if step is not None and isinstance(q, torch.Tensor):
-            if q.shape[0] != step.num_tokens:
-                raise ValueError(
-                    f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths "
-                    f"{step.lengths}); got {tuple(q.shape)}. For other queries call fp8attn.attention(q, "
-                    f"cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
-                )
-            if layer not in self.ahead.attended:
-                ops.check_queries(q, pages)
-                changing = options_of(
-                    window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
-                )
-                self.ahead.attend(self, layer, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
-        cu_seqlens, longest = (None, None) if step is None else (step.cu_seqlens, step.longest)
-        return ops.attention(
-            q, pages, cu_seqlens_q=cu_seqlens, max_seqlen_q=longest, causal=causal, softmax_scale=softmax_scale,
-            window=window, softcap=softcap, sinks=sinks, leftpad_k=leftpad_k, return_lse=return_lse, exact=exact,
-            batch_invariant=batch_invariant, backend=self.backend,
-        )  # fmt: skip
+        if torch.compiler.is_compiling():  # it appends equal numbers of tokens
+            return ops.attention(
+                q, pages, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, sinks=sinks,
+                leftpad_k=leftpad_k, return_lse=return_lse, exact=exact, batch_invariant=batch_invariant,
+                backend=self.backend,
+            )  # fmt: skip
+        step = self.steps.last
+        assert step is not None  # `appended` has raised
+        if isinstance(q, torch.Tensor) and q.shape[0] != step.num_tokens:
+            raise ValueError(
+                f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths "
+                f"{step.lengths}); got {tuple(q.shape)}. For other queries call fp8attn.attention(q, "
+                f"cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...)"
+            )
+        ops.check_queries(q, pages)
+        options = causal, softmax_scale, window, softcap, sinks, leftpad_k, return_lse, exact, batch_invariant
+        key = q.dtype, q.shape[1], options
+        params = step.params.get(key)
+        if params is None:
+            params = step.params[key] = ops.params_of(q, pages, step.cu_seqlens, step.longest, options)
+        if layer not in self.ahead.attended:
+            changing = options_of(
+                window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
+            )
+            self.ahead.attend(self, layer, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
+        out, lse = ops.run_attention(resolve(self.backend, q, self.spec.name), q, pages, params)
+        return (out, lse) if return_lse else out
 
     # Moving sequences
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from ..pages import KVPages
-from ..params import Append
+from ..params import Append, AttentionArguments, AttentionParams
 from .page_table import PageTable, num_pages_of
 
 DROP = (
@@ -35,6 +35,7 @@ class Step:
         ragged: whether they differ.
         options: of the append of a layer without static scales.
         pages: by layer that has appended, the pages that its attention reads.
+        params: by the queries' dtype, their heads and the options, the checked options, which layers share.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Step:
         self.ragged = cu_seqlens is not None and min(lengths) < self.longest
         self.options = Append(cu_seqlens, self.longest)
         self.pages: dict[int, KVPages] = {}
+        self.params: dict[tuple[torch.dtype, int, AttentionArguments], AttentionParams] = {}
 
     @property
     def missing(self) -> str:
