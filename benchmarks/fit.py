@@ -29,7 +29,6 @@ HEADS, TILES = (
     (6, 16, 64),
 )  # items of a CTA, and their tiles of 128 keys; those of few keys have a path of their own
 SPLITS, TOKENS, Q_HEADS, HEAD_DIM = (2, 3, 5), (256, 1024, 4096), 32, 128  # what `combine` puts together
-COPIED = 1 << 30  # bytes
 IN_A_GRAPH, ROUNDS = 4, 15  # launches in a CUDA graph, and its replays
 
 
@@ -104,16 +103,9 @@ def time_combine() -> dict[int, float]:
             parts = torch.randn(splits, tokens * Q_HEADS, HEAD_DIM, device=problem.DEVICE)
             lse = torch.randn(2, splits, tokens * Q_HEADS, device=problem.DEVICE)
             out = torch.empty(tokens, Q_HEADS, HEAD_DIM, device=problem.DEVICE, dtype=torch.bfloat16)
-            given = parts, lse, None, out, torch.empty(tokens, Q_HEADS, device=problem.DEVICE)
-            calls[4 * parts.numel()] = lambda given=given: combine.combine(*given)
+            args = parts, lse, None, out, torch.empty(tokens, Q_HEADS, device=problem.DEVICE)
+            calls[4 * parts.numel()] = lambda args=args: combine.combine(*args)
     return microseconds(calls)
-
-
-def bandwidth() -> float:
-    """GB/s of a copy, reads and writes together."""
-    x = torch.empty(COPIED, dtype=torch.uint8, device=problem.DEVICE)
-    y = torch.empty_like(x)
-    return 2e-3 * COPIED / microseconds({"copy": lambda: y.copy_(x)})["copy"]
 
 
 def main() -> None:
@@ -130,10 +122,8 @@ def main() -> None:
                 flush=True,
             )
     print(f"# combine, microseconds by bytes: {(times := time_combine())}", flush=True)
-    measured = replace(
-        devices.chip(device), name=torch.cuda.get_device_name(device), bandwidth=_digits(bandwidth(), 3), prefill=costs,
-        combine=fit_combine(times),
-    )  # fmt: skip
+    name = torch.cuda.get_device_name(device)
+    measured = replace(devices.chip(device), name=name, prefill=costs, combine=fit_combine(times))
     print(entry(measured))
 
 

@@ -47,8 +47,8 @@ def test_a_fit_finds_the_numbers_of_prefill():
     noisy = {
         case: time * (1 + 0.02 * float(torch.randn((), generator=noise).clamp(-1, 1))) for case, time in exact.items()
     }
-    found = fit.fit_prefill(noisy)
-    assert found.tile == pytest.approx(1.52, rel=0.03) and found.item == pytest.approx(5.9, rel=0.25)
+    cost = fit.fit_prefill(noisy)
+    assert cost.tile == pytest.approx(1.52, rel=0.03) and cost.item == pytest.approx(5.9, rel=0.25)
 
 
 def test_every_cta_has_as_many_items_and_tiles_as_the_fit_counts(monkeypatch):
@@ -60,10 +60,10 @@ def test_every_cta_has_as_many_items_and_tiles_as_the_fit_counts(monkeypatch):
             call()
     assert [launch.grid for launch in launches] == [(sms,)] * len(calls)
     for (items, tiles), launch in zip(calls, launches, strict=True):
-        options, given = launch.constants["OPTIONS"], dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-        assert options.partitions == 3 and not options.split and not given["causal"]
-        assert given["num_q_heads"] * -(-given["max_q"] // shape.rows) == items * sms
-        assert given["table_width"] == tiles and given["lengths_ptr"].tolist() == [128 * tiles]
+        options, arguments = launch.constants["OPTIONS"], dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        assert options.partitions == 3 and not options.split and not arguments["causal"]
+        assert arguments["num_q_heads"] * -(-arguments["max_q"] // shape.rows) == items * sms
+        assert arguments["table_width"] == tiles and arguments["lengths_ptr"].tolist() == [128 * tiles]
 
 
 def test_a_fit_finds_the_numbers_of_combine():

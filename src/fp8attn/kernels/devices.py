@@ -36,7 +36,6 @@ class Chip:
 
     Attributes:
         name: `torch.cuda.get_device_name`.
-        bandwidth: GB/s of a copy in device memory, reads and writes together.
         l2: bytes of K and V that fit into the L2 cache besides the other data of a launch of `prefill`.
         prefill: times with 16-bit queries, by padded head_dim and number of warpgroups.
         combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it
@@ -51,7 +50,6 @@ class Chip:
     """
 
     name: str
-    bandwidth: float
     l2: int
     prefill: Mapping[tuple[int, int], Cost]
     combine: tuple[float, float]
@@ -62,11 +60,9 @@ class Chip:
 
 
 # The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which
-# `test_cut.py` has, and `combine` to others. The bandwidth is the best copy's of results/h100/append.json. The others
-# are the fastest of those tried.
+# `test_cut.py` has, and `combine` to launches of its own. The other numbers are the fastest of those tried.
 H100 = Chip(
     name="NVIDIA H100 80GB HBM3",
-    bandwidth=3000,
     l2=32 << 20,
     # A third warpgroup saves 10% of the time of a tile per row. But items begin and end more slowly, and there are
     # fewer items.
@@ -78,11 +74,10 @@ H100 = Chip(
     decode_head_pages=2,
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit
-# queries over rotated INT8 keys, which `test_cut.py` has, and the bandwidth is measured. The others are the H100's.
+# queries over rotated INT8 keys, which `test_cut.py` has. The others are the H100's.
 H200 = replace(
     H100,
     name="NVIDIA H200",
-    bandwidth=4300,
     prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)},
 )
 
