@@ -60,7 +60,7 @@ def fingerprint(name: str) -> str:
         launches = compile_kernels.launches("sm_90", case)
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
     return of_launches(
-        (made, digest(normalized(compiled(made.kernel, made.args, made.constants).asm["ptx"]))) for made in launches
+        (each, digest(normalized(compiled(each.kernel, each.args, each.constants).asm["ptx"]))) for each in launches
     )
 
 

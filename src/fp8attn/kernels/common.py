@@ -4,13 +4,13 @@ The kernels of attention use the same names for the same things:
 
 | name | what |
 |---|---|
-| `mean_score` | the score of K's mean, by row; the softmax does not depend on it, the LSE, sinks and a softcap do |
+| `mean_score` | the score of K's mean, by row; the LSE, sinks and a softcap depend on it, weights do not |
 | `WEIGHT_BITS` | weights are multiplied by two to this power, so that small ones keep their bits; one for each kernel |
 | `v_unit` | the scale of V that is the unit of an accumulator |
-| `v_ratio` | the unit before a page, in units of this one |
+| `v_ratio` | the unit before a tile, in units of this tile's |
 | `ring` | the stages of shared memory between a producer and those that read them |
-| `first`, `last`, `end` | the keys that a row sees; `end` is `last + 1` |
-| `any_first`, `all_first` | the first key that some row sees; that all rows see |
+| `first`, `last`, `end` | the keys that a row sees, where `end` is `last + 1` |
+| `any_first`, `all_first` | the first key that some row sees, and that all rows see |
 
 Scores are exponents of two until the LSE is stored.
 """

@@ -16,7 +16,8 @@ from typing import Any
 
 from triton.runtime.jit import JITCallable
 
-_done: set[int] = set()  # the `id` of functions, which live as long as their modules; their own hash is the key
+# The `id` of functions, which live as long as their modules; a JITCallable's own hash is the key.
+_done: set[int] = set()
 
 
 def compute_key(function: Any) -> None:

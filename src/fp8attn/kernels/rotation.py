@@ -7,22 +7,22 @@ import triton.language as tl
 
 from ..formats import rotation
 
-_LOW = tl.constexpr(rotation.LOW_SIGNS)
-_HIGH = tl.constexpr(rotation.HIGH_SIGNS)
-
+LOW_SIGNS = tl.constexpr(rotation.LOW_SIGNS)
+HIGH_SIGNS = tl.constexpr(rotation.HIGH_SIGNS)
 
 block_size = triton.constexpr_function(rotation.block_size)
 
 
 @triton.constexpr_function
-def _log2(n):
+def log2(n):
+    """The exponent of a power of two."""
     return n.bit_length() - 1
 
 
 @triton.jit
 def negative(c):
     """Whether the sign of channels `c` is negative."""
-    return (((_LOW >> (c & 15)) ^ (_HIGH >> ((c >> 4) & 7))) & 1) > 0
+    return (((LOW_SIGNS >> (c & 15)) ^ (HIGH_SIGNS >> ((c >> 4) & 7))) & 1) > 0
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def hadamard(x, D: tl.constexpr):
     minus = negative(tl.arange(0, C))  # a separate line, because Triton's interpreter loses `tl.where` in the call
     x = x * tl.where(minus, -FACTOR, FACTOR)[None, :]
     sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
-    for step in tl.static_range(_log2(BLOCK)):
+    for step in tl.static_range(log2(BLOCK)):
         x = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))
         # The other number of a pair is the sum of both minus this one. As integers this is exact. In machine code it
         # becomes a shuffle if the two are in different threads, and nothing if they are in one.

@@ -8,6 +8,8 @@ the page table. The scales of a page are the scales of each of its tiles.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from ..formats.codec import FP8
@@ -21,6 +23,7 @@ ROW = 256  # bytes in a row of V's blocks: TMA has no longer ones
 BUNDLE = ROW // V_GROUP  # channels of a row
 
 
+@lru_cache(maxsize=4096)  # descriptors are found by their view, so plans of other batches share them
 def views(
     pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: int, part: int, tile: int
 ) -> tuple[View, View]:

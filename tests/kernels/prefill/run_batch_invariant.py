@@ -66,7 +66,7 @@ def emulate_case(name: str) -> dict:
     q = torch.randn(LENGTH, GROUP, case["head_dim"]).to(torch.bfloat16)
     other = torch.randn(20, GROUP, case["head_dim"]).to(torch.bfloat16)
     whole = attend(q[200:], pages, [LENGTH], [LENGTH - 200], case)
-    found = {
+    outputs = {
         "beside another": (attend(torch.cat([q[-90:], other]), pages, [LENGTH, 90], [90, 20], case)[:90], whole[-90:]),
         "a chunk before": (attend(q[200:300], pages, [300], [100], case), whole[:100]),
         "one": (attend(q[-1:], pages, [LENGTH], [1], case), whole[-1:]),
@@ -75,7 +75,7 @@ def emulate_case(name: str) -> dict:
         "two, one each": (attend(torch.cat([q[-1:], other[:1]]), pages, [LENGTH, 90], [1, 1], case)[:1], whole[-1:]),
     }
     return {"case": name, "nan": bool(whole.isnan().any())} | {
-        what: int((a != b).sum()) for what, (a, b) in found.items()
+        name: int((a != b).sum()) for name, (a, b) in outputs.items()
     }
 
 

@@ -117,7 +117,7 @@ def emulate_case(name: str) -> dict:
         "return_lse": return_lse,
         "exact": case.get("exact", False),
     }  # fmt: skip
-    given = torch.full_like(q, torch.nan) if case.get("out") else None
+    target = torch.full_like(q, torch.nan) if case.get("out") else None
     with dry() as (launches, patch):
         patch.setattr(
             prefill.plan, "num_sms", lambda device: case.get("sms", 1)
@@ -131,16 +131,16 @@ def emulate_case(name: str) -> dict:
             patch.setattr(prefill.plan, "min_pages_per_split", lambda *_: 1)
         if "last" in case:  # all queries see all keys
             patch.setattr(
-                prefill,
-                "second_launch",
-                lambda device, num_seqs, tokens, *_: case["last"] if tokens == max(queries) else 0,
+                prefill.plan,
+                "last_wave",
+                lambda width, sms, problem, chip: case["last"] if problem.max_seqlen_q == max(queries) else 0,
             )
         poison_empty(patch)
         prefill.plan.make_prefill_plan.cache_clear()  # a plan keeps what these gave
         out, lse = prefill.prefill_attention(
-            q, pages, AttentionParams(**options), given, case["lengths"][0] if new else 0
+            q, pages, AttentionParams(**options), target, case["lengths"][0] if new else 0
         )
-        assert given is None or out is given
+        assert target is None or out is target
         prefill.plan.make_prefill_plan.cache_clear()
     tables = [x for x in launches[0].args if x is pages.page_table]
     assert len(tables) == (0 if new else 1)

@@ -48,9 +48,9 @@ def walk(queries: list[int], keys: list[int], rest: int, heads: int, window: int
     items = heads * sum(-(-n // BLOCK) for n in [*queries, rest])
     out = torch.full((items + 3, 5), -1, dtype=torch.int32)
     tensors = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int(), torch.tensor(keys, dtype=torch.int32), out
-    given = make_constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
+    constants = make_constants("walk", torch.device("cpu"), BLOCK=BLOCK, num_warps=1)
     numbers = sum(queries) + rest, len(queries), heads, window, len(out), WAVE_ROWS, WAVE_PAGES
-    emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), given, None))
+    emulate(Launch(_walk, (PROGRAMS,), (*tensors, *numbers), constants, None))
     return {"queries": queries, "keys": keys, "rest": rest, "heads": heads, "window": window, "claims": out.tolist()}
 
 

@@ -16,5 +16,5 @@ def test_a_query_has_the_same_bits(case):
     """Beside other sequences, in a chunk whose blocks begin elsewhere, alone; where rows beside it are multiplied twice
     and it is not.
     """
-    found = compiling.call("tests.kernels.prefill.run_batch_invariant", "emulate_case", case)
-    assert found == dict.fromkeys(found, 0) | {"case": case, "nan": False}, found
+    row = compiling.call("tests.kernels.prefill.run_batch_invariant", "emulate_case", case)
+    assert row == dict.fromkeys(row, 0) | {"case": case, "nan": False}, row

@@ -68,8 +68,8 @@ FEW_QUERIES = {
 }
 CASES = [
     pytest.param(chip, q8, case, times, id=f"{chip.name} {'FP8 ' * q8}{case}")
-    for chip, q8, found in ((H100, False, ON_H100), (H200, False, ON_H200), (H200, True, WITH_FP8_QUERIES))
-    for case, times in found.items()
+    for chip, q8, measured in ((H100, False, ON_H100), (H200, False, ON_H200), (H200, True, WITH_FP8_QUERIES))
+    for case, times in measured.items()
 ]
 # Queries of the sequences of a ragged batch, keys of the longest: with two warpgroups, and with three, on an H200.
 RAGGED = {

@@ -50,6 +50,14 @@ def test_numbers_follow_from_the_problem():
     assert make_prefill_plan(torch.device("cpu"), problem(window=300, causal=False)).numbers[9:11] == (0, 300)
 
 
+def test_plans_of_other_batches_have_the_views_of_a_pool():
+    """A descriptor of K or V, which costs 20 us, is found by its view."""
+    few, many = (
+        make_prefill_plan(torch.device("cpu"), problem(shape=(2, n, 8, 128), max_seqlen_q=n)) for n in (64, 128)
+    )
+    assert few is not many and few.k is many.k and few.v is many.v
+
+
 def test_strides_that_tma_cannot_fetch_are_reported():
     assert make_prefill_plan(torch.device("cpu"), problem()).fetched
     assert not make_prefill_plan(torch.device("cpu"), problem(strides=(65540, 1028, 128, 1))).fetched

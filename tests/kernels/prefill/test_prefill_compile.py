@@ -63,5 +63,5 @@ def test_hot_loop(case):
 
 def test_a_write_to_a_running_product_s_operand_is_found():
     """The fault of ptxas before 13.3, planted in the machine code of a loop."""
-    found, planted = compiling.call("tests.kernels.prefill.compile_prefill", "overwritten_if_planted", "d128")
-    assert found == planted and found.startswith("MOV R")
+    overwritten, planted = compiling.call("tests.kernels.prefill.compile_prefill", "overwritten_if_planted", "d128")
+    assert overwritten == planted and overwritten.startswith("MOV R")

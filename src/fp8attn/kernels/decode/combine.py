@@ -39,13 +39,13 @@ class Parts:
         options: gl.constexpr = batch.OPTIONS
         first = part * options.rows
         row = gl.arange(0, options.rows, gl.SliceLayout(0, o.type.layout))
-        inside = batch.row0 + row < seq.num_q * options.group
+        inside = batch.inside(batch.row0 + row, seq)
         mask = inside[None, :] & (channel < options.head_dim)[:, None]
         gl.store(self.o + (first + row)[None, :] * options.width + channel[:, None], o, mask=mask)
         if MEAN_SCORES:
             gl.store(self.mean_scores + first + row, gl.convert_layout(mean_score, row.type.layout), mask=inside)
         row = gl.arange(0, options.rows, gl.SliceLayout(1, PAIR))
-        inside = batch.row0 + row < seq.num_q * options.group
+        inside = batch.inside(batch.row0 + row, seq)
         in_sums = (first + row)[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
         gl.store(self.sums + in_sums, gl.convert_layout(gl.join(row_max, row_sum), PAIR), mask=inside[:, None])
 
@@ -61,7 +61,7 @@ def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output):
     d = gl.arange(0, o.shape[0], COLUMN)
     q_head = head * options.group + row % options.group
     out_row = (seq.query + row // options.group) * (batch.heads * options.group) + q_head
-    inside = row < seq.num_q * options.group
+    inside = batch.inside(row, seq)
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
     mean_score = gl.convert_layout(mean_score, ROW)
@@ -108,17 +108,18 @@ def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_S
     ALL: gl.constexpr = gl.BlockedLayout([AT_ONCE, CHANNELS, 1], [1, 32, 1], [1, WARPS // BY_ROW, BY_ROW], [1, 2, 0])
     SUM: gl.constexpr = gl.SliceLayout(1, ALL)  # [parts, rows]
     ROW: gl.constexpr = gl.SliceLayout(0, SUM)
+    # [parts, rows, 2]
     PAIRS: gl.constexpr = gl.SliceLayout(
         1, gl.BlockedLayout([AT_ONCE, CHANNELS, 1, 2], [1, 32, 1, 1], [1, WARPS // BY_ROW, BY_ROW, 1], [3, 1, 2, 0])
-    )  # [parts, rows, 2]
+    )
     PAIR: gl.constexpr = gl.SliceLayout(0, PAIRS)
     d = gl.arange(0, WIDTH, gl.SliceLayout(1, gl.SliceLayout(0, ALL)))
     row = gl.arange(0, USED, gl.SliceLayout(0, gl.SliceLayout(0, ALL)))
     in_o = row[None, :] * WIDTH + d[:, None]
-    inside_o = (batch.row0 + row < seq.num_q * options.group)[None, :] & (d < options.head_dim)[:, None]
+    inside_o = batch.inside(batch.row0 + row, seq)[None, :] & (d < options.head_dim)[:, None]
     row = gl.arange(0, USED, gl.SliceLayout(1, PAIR))
     in_sums = row[:, None] * 2 + gl.arange(0, 2, gl.SliceLayout(0, PAIR))[None, :]
-    inside_sums = (batch.row0 + row < seq.num_q * options.group)[:, None]
+    inside_sums = batch.inside(batch.row0 + row, seq)[:, None]
     row = gl.arange(0, USED, ROW)
     part = gl.arange(0, AT_ONCE, gl.SliceLayout(1, SUM))[:, None]
     part_o = gl.arange(0, AT_ONCE, gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
@@ -131,9 +132,8 @@ def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_S
     row_sum = gl.convert_layout(row_sum, ROW)
     mean_score = row_sum * 0.0
     if MEAN_SCORES:
-        mean_score = gl.load(
-            parts.mean_scores + first + row, mask=batch.row0 + row < seq.num_q * options.group, other=0.0
-        )
+        inside = batch.inside(batch.row0 + row, seq)
+        mean_score = gl.load(parts.mean_scores + first + row, mask=inside, other=0.0)
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)
     for base in range(start + 1, last + 1, AT_ONCE):
         left = last + 1 - base

@@ -69,9 +69,8 @@ def _weights_operand(p, OPERAND: gl.constexpr):
     WARPS: gl.constexpr = p.shape[0]
     TOKENS: gl.constexpr = p.shape[1]
     ROWS: gl.constexpr = p.shape[2]
-    x = transpose_8x8(p.to(gl.float16)).reshape(
-        [WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2]
-    )  # ..., t3, a, j, t2 t1, t0
+    # ..., t3, a, j, t2 t1, t0
+    x = transpose_8x8(p.to(gl.float16)).reshape([WARPS, TOKENS // 16, 2, 8, ROWS // 8, 4, 2])
     x = x.permute(0, 1, 5, 2, 6, 4, 3).reshape([WARPS, TOKENS, ROWS])
     return gl.convert_layout(x, OPERAND, assert_trivial=True)
 

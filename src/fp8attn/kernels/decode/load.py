@@ -73,9 +73,7 @@ class DecodeSource:
         """The page of tile `first + i` of sequence `seq`."""
         row = self.table + seq * self.table_stride
         if self.OPTIONS.tile == PAGE:
-            return gl.load(
-                row + first + i
-            )  # in this order, the machine code is that of kernels before there were tiles
+            return gl.load(row + first + i)  # in this order: kernels' machine code is that of before there were tiles
         else:
             return gl.load(row + column_of(first + i, self.OPTIONS.tile))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..common import LOG2E
 from ..gluon import aggregate, gl, gluon
-from ..rotation import block_size, negative
+from ..rotation import block_size, log2, negative
 
 MAX_INTEGER = gl.constexpr(127 * 256.0)  # of a query as an integer of two bytes, each of them in [-128, 127]
 
@@ -43,7 +43,7 @@ class DecodeQueries:
         row = batch.row0 + gl.arange(0, options.rows, gl.SliceLayout(1, LAYOUT))
         token = (seq.query + row // options.group).to(gl.int64)
         first = token * self.stride_t + (head * options.group + row % options.group).to(gl.int64) * self.stride_h
-        inside = (row < seq.num_q * options.group)[:, None] & (d < options.head_dim)[None, :]
+        inside = batch.inside(row, seq)[:, None] & (d < options.head_dim)[None, :]
         mean = load_mean(self.k_mean, head, d, options.head_dim)
         return gl.load(self.q + first[:, None] + d[None, :], mask=inside, other=0.0), mean
 
@@ -63,9 +63,8 @@ class DecodeQueries:
         mean_score = gl.zeros([gl.num_warps(), q.shape[0]], gl.float32, VECTOR)
         if self.k_mean is not None:
             mean_score = _in_every_warp(gl.sum(q * k_mean[None, :], 1) * (self.scale * LOG2E), VECTOR)
-        largest = gl.maximum(
-            gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23
-        )  # NaN is larger than all numbers here
+        # NaN is larger than all numbers here.
+        largest = gl.maximum(gl.max(gl.abs(q).to(gl.int32, bitcast=True), 1), 67 << 23)
         sign = gl.where(self.scale < 0, -1.0, 1.0)
         if INT8:
             largest = largest.to(gl.float32, bitcast=True)
@@ -116,11 +115,6 @@ def _repeat(x, LAYOUT: gl.constexpr):
     return gl.broadcast(x, gl.zeros(SHAPE, x.dtype, LAYOUT))[0]
 
 
-@gluon.constexpr_function
-def _log2_block(head_dim):
-    return block_size(head_dim).bit_length() - 1
-
-
 @gluon.jit
 def _rotate(q, D: gl.constexpr):
     """`rotation.rotate` of Q `[rows, channels]` in FP32, to the same bits. Padding is in separate blocks and remains
@@ -129,7 +123,7 @@ def _rotate(q, D: gl.constexpr):
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     LAYOUT: gl.constexpr = q.type.layout
-    STEPS: gl.constexpr = _log2_block(D)
+    STEPS: gl.constexpr = log2(block_size(D))
     FACTOR: gl.constexpr = 2.0 ** (-0.5 * STEPS)
     q *= gl.where(negative(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))), -FACTOR, FACTOR)[None, :]
     for step in gl.static_range(STEPS):

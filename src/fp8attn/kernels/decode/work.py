@@ -62,6 +62,11 @@ class DecodeBatch:
         return gl.where((tiles > 0) & (tiles <= self.OPTIONS.whole_tiles), tiles + self.OPTIONS.head_tiles, tiles)
 
     @gluon.jit
+    def inside(self, row, seq):
+        """Whether rows are queries of a sequence."""
+        return row < seq.num_q * self.OPTIONS.group
+
+    @gluon.jit
     def sequence(self, seq):
         """The sequence of an index."""
         length = gl.load(self.lengths + seq)

@@ -22,7 +22,7 @@ from ..common import LOG2E, power_of_two
 from ..launch import Tiles, launch
 from . import cut, plan
 from .kernel import prefill_kernel
-from .plan import PrefillProblem, make_prefill_plan, second_launch
+from .plan import PrefillProblem, make_prefill_plan
 
 __all__ = ["cut", "packed_attention", "packs", "plan", "prefill_attention"]
 
@@ -49,18 +49,12 @@ def prefill_attention(
     Raises:
         ValueError: FP8 queries over keys that are INT8 or rotated.
     """
-    if (
-        params.softmax_scale <= 0.0
-    ):  # the kernel finds a row's largest score before it multiplies by the scale, which must be positive
+    # The kernel finds a row's largest score before it multiplies by the scale, which must be positive.
+    if params.softmax_scale <= 0.0:
         positive = params._replace(softmax_scale=abs(params.softmax_scale) or 1.0)
         return prefill_attention(_times_sign(q, params.softmax_scale), pages, positive, out)
-    cu_seqlens_q, max_seqlen_q, causal, return_lse = (
-        params.cu_seqlens_q,
-        params.max_seqlen_q,
-        params.causal,
-        params.return_lse,
-    )
-    window, softcap, sinks, leftpad_k = params.window, params.softcap, params.sinks, params.leftpad_k
+    cu_seqlens_q, return_lse, softcap = params.cu_seqlens_q, params.return_lse, params.softcap
+    sinks, leftpad_k = params.sinks, params.leftpad_k
     if q.dtype == FP8 and (pages.format.rotate or pages.format.k.dtype != FP8):
         raise ValueError(
             "FP8 queries are multiplied as they are, so keys must be E4M3 and not rotated: pass 16-bit queries to "
@@ -87,24 +81,21 @@ def prefill_attention(
         if return_lse:
             lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
         return out.zero_(), lse
-    if not (causal or window or return_lse or cu_seqlens_q is not None or params.batch_invariant):
-        last = second_launch(device, num_seqs, max_seqlen_q, *shape[-2:], columns, params.exact, q.dtype == FP8)
-        if last:
-            return _two_launches(q, pages, params, out, last), None
     problem = PrefillProblem(
         shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, key_dtype=kv_format.k.dtype,
-        num_seqs=num_seqs,
-        columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None, max_seqlen_q=max_seqlen_q,
-        causal=causal,
-        window=window, softcap=softcap > 0, leftpad=leftpad_k is not None, rotate=kv_format.rotate, exact=params.exact,
+        num_seqs=num_seqs, columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None,
+        max_seqlen_q=params.max_seqlen_q, causal=params.causal, window=params.window, softcap=softcap > 0,
+        leftpad=leftpad_k is not None, rotate=kv_format.rotate, exact=params.exact,
         batch_invariant=params.batch_invariant, q8=q.dtype == FP8, lse=return_lse,
     )  # fmt: skip
     plan = make_prefill_plan(device, problem)
+    if plan.last:
+        return _two_launches(q, pages, params, out, plan.last), None
     if q.data_ptr() & 15 or not plan.fetched:
         q = q.clone(memory_format=torch.contiguous_format)
         plan = make_prefill_plan(device, problem._replace(strides=q.stride()))
         new_keys = 0
-    splits = plan.splits
+    splits = plan.numbers.parts
     if not plan.early:
         new_keys = 0
     sinks = None if sinks is None else sinks.float()

@@ -24,8 +24,7 @@ class Shape:
     stages: int
     cubics: int  # how many of 16 exponentials are computed on the FMA pipe, with 16-bit queries
     q8_cubics: int  # how many with FP8 queries
-    registers: int  # registers of a multiplying thread; the producer's warp gets the rest of 64 K
-    producer_registers: int
+    registers: int  # registers of a multiplying thread; the producer's get `producer.PRODUCER_REGISTERS`
     tile: int = PAGE_SIZE  # keys of a tile, a part of a page
 
     @property
@@ -44,23 +43,18 @@ class Shape:
 
 
 SHAPES = {
-    64: (Shape(3, 1, 3, 0, 0, 160, 24),),
-    128: (Shape(2, 1, 3, 1, 1, 240, 24), Shape(3, 2, 3, 0, 1, 160, 24)),
-    256: (Shape(2, 4, 2, 0, 0, 240, 24),),
+    64: (Shape(3, 1, 3, 0, 0, 160),),
+    128: (Shape(2, 1, 3, 1, 1, 240), Shape(3, 2, 3, 0, 1, 160)),
+    256: (Shape(2, 4, 2, 0, 0, 240),),
 }
-INVARIANT = {
-    width: shapes[-1] for width, shapes in SHAPES.items()
-}  # of `AttentionParams.batch_invariant`: one for any problem
+# The shapes for `AttentionParams.batch_invariant`: one for any problem.
+INVARIANT = {width: shapes[-1] for width, shapes in SHAPES.items()}
 # Times and parts are counted in pages of keys, whatever the tile of a shape.
 PART = 8  # the smallest number of pages in a part, if items leave SMs idle
 LONG_PART = 128  # the smallest number otherwise
 EXACT = 1.7  # the time of a page with Q and P multiplied twice, divided by its time without (measured)
-PASSED_BY = (
-    0.6  # the part of a page's time that shrinks with the partitions that have rows (measured with one of three)
-)
-Q8 = (
-    0.5  # overhead of an item with FP8 queries, relative to one with 16-bit queries, which the kernel rounds (measured)
-)
+PASSED_BY = 0.6  # the part of a page's time that shrinks with the partitions that have rows (measured: one of three)
+Q8 = 0.5  # the time of an item with FP8 queries besides its pages, relative to 16-bit ones, which the kernel rounds
 LAUNCH = 5.0  # microseconds that a second launch costs
 GAIN = 0.98  # two launches are made if they take less than this share of the time of one
 
@@ -105,8 +99,7 @@ def best_cut(width: int, sms: int, problem: Problem, chip: Chip) -> tuple[Shape,
     """The shape, and the parts of the keys, that take the least time.
 
     Tables of serving engines are as wide as a sequence may become. So what is chosen for a ragged batch is good both if
-    sequences fill the
-    table and if there are no keys before their queries: it has the least product of both times.
+    sequences fill the table and if there are no keys before their queries: it has the least product of both times.
     """
     fewest = -(-problem.max_seqlen_q // PAGE_SIZE) if problem.ragged else problem.pages
     lengths = {problem.pages, max(1, min(fewest, problem.pages))}

@@ -52,9 +52,8 @@ class PrefillOutput:
         """Store a partition's rows, of which `count` are queries. `y` has the channels from `first` on."""
         N: gl.constexpr = y.shape[1]
         y = y.to(self.ptr.dtype.element_ty)
-        if (
-            options.width < 256 and y.dtype.primitive_bitwidth == 16
-        ):  # whole rows, by way of shared memory (head_dim 256 has none left)
+        if options.width < 256 and y.dtype.primitive_bitwidth == 16:
+            # Whole rows, by way of shared memory, of which head_dim 256 has none left.
             y = gl.convert_layout(y, gl.BlockedLayout([1, 8], [256 // N, N // 8], [gl.num_warps(), 1], [1, 0]))
         row = gl.arange(0, y.shape[0], gl.SliceLayout(1, y.type.layout))
         channel = first + gl.arange(0, N, gl.SliceLayout(0, y.type.layout))
@@ -62,15 +61,8 @@ class PrefillOutput:
         if first + N > options.head_dim:
             mask = mask & (channel < options.head_dim)[None, :]
         # Strides are in units of 16 bytes, so that the compiler knows they are multiples and uses wide stores.
-        ptr = (
-            self.ptr
-            + (
-                batch.to(gl.int64) * self.stride_b
-                + token.to(gl.int64) * self.stride_t
-                + head.to(gl.int64) * self.stride_h
-            )
-            * 8
-        )
+        at = batch.to(gl.int64) * self.stride_b + token.to(gl.int64) * self.stride_t + head.to(gl.int64) * self.stride_h
+        ptr = self.ptr + at * 8
         gl.store(ptr + (row * (self.stride_t * 8))[:, None] + channel[None, :], y, mask=mask)
 
 
@@ -144,9 +136,8 @@ def store_item(rows, means, output, acc, m, sums, blind):
         at = (batch * output.num_tokens + token).to(gl.int64) * output.num_q_heads + head
         if options.split:  # as `combine` takes it
             lse = gl.where(unseen, HIDDEN, m - WEIGHT_BITS + log2(sums))
-            gl.store(
-                output.lse + output.plane.to(gl.int64) + at + row * output.num_q_heads, mean_score, mask=row < count
-            )
+            mean_scores = output.lse + output.plane.to(gl.int64)
+            gl.store(mean_scores + at + row * output.num_q_heads, mean_score, mask=row < count)
         gl.store(output.lse + at + row * output.num_q_heads, lse, mask=row < count)
     if means.v is not None:
         v_mean = means.of_v(items, slot, options)

@@ -19,9 +19,8 @@ class Items:
     """Shared memory for two announced items."""
 
     fields: gl.shared_memory_descriptor  # int32 [2 * FIELDS, 1]
-    v_unit: (
-        gl.shared_memory_descriptor
-    )  # float32 [2, 1]: the scale of V of the last tile, which is the unit of the output
+    # float32 [2, 1]: the scale of V of the last tile, which is the unit of the output
+    v_unit: gl.shared_memory_descriptor
 
     @gluon.jit
     def get(self, slot, FIELD: gl.constexpr):

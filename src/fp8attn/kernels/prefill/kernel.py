@@ -14,7 +14,7 @@ from .epilogue import PrefillOutput
 from .items import FIELDS, Items, Means
 from .multiply import multiply
 from .plan import PrefillNumbers
-from .producer import PrefillSource, PrefillWork, produce
+from .producer import PRODUCER_REGISTERS, PrefillSource, produce
 from .queries import PrefillQueries, store_signs
 from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
 from .schedule import PrefillBatch
@@ -24,12 +24,10 @@ NUMBERS = (*PrefillNumbers._fields, "scale", "cap", "new_keys")
 
 @gluon.jit(do_not_specialize=NUMBERS)  # one kernel for all shapes
 def prefill_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr,
-lengths_ptr, bounds_ptr,
-                   sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t, out_stride_h, num_tokens, max_q,
-                   num_seqs,
-                   num_q_heads, num_kv_heads, table_width, causal, window, parts, min_tiles, wave, wave_rows,
-                   wave_pages, plane, scale, cap,
-                   new_keys, OPTIONS: gl.constexpr):  # fmt: skip
+                   lengths_ptr, bounds_ptr, sinks_ptr, padding_ptr, counter_ptr, out_stride_b, out_stride_t,
+                   out_stride_h, num_tokens, max_q, num_seqs, num_q_heads, num_kv_heads, table_width, causal, window,
+                   parts, min_tiles, wave, wave_rows, wave_pages, plane, scale, cap, new_keys,
+                   OPTIONS: gl.constexpr):  # fmt: skip
     """The arguments of a launch, which `plan` and `attention` make. Strides of the output are in units of 8 elements.
 
     ptxas: d128-q8-long-no-lse. With `new_keys` before the other numbers it spills in the loop.
@@ -48,9 +46,8 @@ lengths_ptr, bounds_ptr,
     USES_K: gl.constexpr = k_mean_ptr is not None and (lse_ptr is not None or OPTIONS.softcap or sinks_ptr is not None)
     headers = (pool_ptr + OPTIONS.layout.header_offset).to(gl.pointer_type(gl.float32))
     FLAT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], q_desc.dtype)
-    ITEMS: gl.constexpr = (
-        1 if Q16 else 2
-    )  # the memory of 16-bit rows is free after rounding, that of FP8 rows after the products
+    # The memory of 16-bit rows is free after rounding, that of FP8 rows after the products.
+    ITEMS: gl.constexpr = 1 if Q16 else 2
     blocks = gl.allocate_shared_memory(q_desc.dtype, [ITEMS * PARTITIONS, 1, ROWS, 1, WIDTH], q_desc.layout)
     raw = reinterpret(blocks, q_desc.dtype, [ITEMS * PARTITIONS, ROWS, WIDTH], FLAT)
     if Q16:
@@ -88,11 +85,12 @@ lengths_ptr, bounds_ptr,
         out_memory: gl.constexpr = None
     queries = PrefillQueries(
         codes=codes, raw=raw, rest=rest, signs=signs, mean_score=mean_score, factor=factor,
-        full=allocate_barriers(PARTITIONS),
-        empty=allocate_barriers(PARTITIONS), Q16=Q16,
-        REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)))  # fmt: skip
+        full=allocate_barriers(PARTITIONS), empty=allocate_barriers(PARTITIONS), Q16=Q16,
+        REST=Q16 and (OPTIONS.exact or not (OPTIONS.rotate and k_desc.dtype == gl.int8)),
+    )  # fmt: skip
     ring = PrefillRing(
-        k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES)  # fmt: skip
+        k=k_tiles, v=v_tiles, scales=scales, ones=ones, barriers=barriers, address=address, STAGES=STAGES
+    )
     for i in gl.static_range(PARTITIONS):
         mbarrier.init(queries.full.index(i), 1)
         mbarrier.init(queries.empty.index(i), 1)
@@ -102,30 +100,30 @@ lengths_ptr, bounds_ptr,
     means = Means(memory=mean_memory, k=k_mean_ptr, v=v_mean_ptr, USES_K=USES_K)
     output = PrefillOutput(
         desc=out_desc, memory=out_memory, ptr=out_ptr, stride_b=out_stride_b, stride_t=out_stride_t,
-        stride_h=out_stride_h, lse=lse_ptr,
-        sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads, plane=plane)  # fmt: skip
-    source = PrefillSource(
-        q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
-        num_kv_heads=num_kv_heads)  # fmt: skip
+        stride_h=out_stride_h, lse=lse_ptr, sinks=sinks_ptr, num_tokens=num_tokens, num_q_heads=num_q_heads,
+        plane=plane,
+    )  # fmt: skip
     batch = PrefillBatch(
         bounds=bounds_ptr, lengths=lengths_ptr, new_keys=new_keys, padding=padding_ptr, num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows, wave_pages=wave_pages,
-        BLOCK=PARTITIONS * ROWS)  # fmt: skip
-    work = PrefillWork(counter=counter_ptr, max_q=max_q, causal=causal, parts=parts, min_tiles=min_tiles)
+        num_seqs=num_seqs, num_q_heads=num_q_heads, window=window, wave=wave, wave_rows=wave_rows,
+        wave_pages=wave_pages, BLOCK=PARTITIONS * ROWS,
+    )  # fmt: skip
+    source = PrefillSource(
+        q=q_desc, k=k_desc, v=v_desc, queries=blocks, headers=headers, table=table_ptr, table_width=table_width,
+        num_kv_heads=num_kv_heads, batch=batch, counter=counter_ptr, max_q=max_q, causal=causal, parts=parts,
+        min_tiles=min_tiles, OPTIONS=OPTIONS,
+    )  # fmt: skip
     # The kernel is launched while the previous one ends. From here on it reads and writes memory that the previous
     # kernel uses. Without a table that kernel writes pages, which only the producer reads, so only the producer waits.
     if table_ptr is not None:
         gdc_wait()
     shared = (queries, ring, items, means, output, causal, window, scale, cap)
+    sources = (queries, ring, items, means, output, source)
     if PARTITIONS == 1:
         gl.warp_specialize(
-            [
-                (multiply, (0, OPTIONS) + shared),  # noqa: RUF005 - Triton knows no starred elements
-                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
-            ],
+            [(multiply, (0, OPTIONS) + shared), (produce, sources)],  # noqa: RUF005 - Triton knows no starred elements
             [1],
-            [OPTIONS.producer_registers],
+            [PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -133,8 +131,8 @@ lengths_ptr, bounds_ptr,
                 (multiply, (0, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (1, OPTIONS) + shared),  # noqa: RUF005
                 (multiply, (2, OPTIONS) + shared),  # noqa: RUF005
-                (produce, (OPTIONS, queries, ring, items, means, output, source, batch, work)),
+                (produce, sources),
             ],
             [4, 4, 1],
-            [OPTIONS.registers, OPTIONS.registers, OPTIONS.producer_registers],
+            [OPTIONS.registers, OPTIONS.registers, PRODUCER_REGISTERS],
         )

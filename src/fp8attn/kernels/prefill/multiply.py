@@ -7,7 +7,7 @@ from .epilogue import store_item
 from .items import LAST, LEFT, LENGTH, POSITION, TILES
 from .queries import Rows, keep_rest, load_queries
 from .registers import FEW
-from .ring import Place
+from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL, Place
 from .tiles import attend_in_turn, attend_overlapped
 
 # Rows that see fewer keys are multiplied twice, because rounding errors of P, and of Q with `PrefillQueries.REST`, do
@@ -97,11 +97,11 @@ def attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, cou
 
     # Tiles that only other partitions' rows see.
     for _ in range(last - top):
-        ring.wait_k(place)
+        ring.wait(K_FULL, place)
         # Before the barrier of K's release: no product joins the warps, and a late one would miss two phases.
-        ring.wait_v(place)
-        ring.release_k(place)
-        ring.release_v(place)
+        ring.wait(V_FULL, place)
+        ring.release(K_EMPTY, place)
+        ring.release(V_EMPTY, place)
         place = ring.next(place)
     queries = rows.queries
     if few:

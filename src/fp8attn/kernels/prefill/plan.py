@@ -40,13 +40,10 @@ class PrefillOptions(ConstexprFields):
     stages: int  # of the ring
     cubics: int  # of every 16 exponentials, how many run on the FMA pipe
     registers: int  # of a multiplying thread
-    producer_registers: int
     mask_left: bool  # keys on the left may be masked: there is a window, or padding
     softcap: bool
     exact: bool  # Q and P are multiplied twice for all rows, not only for those that see few keys
-    batch_invariant: (
-        bool  # which rows are multiplied twice does not depend on the rows beside them; with `exact` all are
-    )
+    batch_invariant: bool  # which rows are multiplied twice does not depend on the rows beside them (with `exact` all)
     split: bool  # an item has a part of its tiles, and `combine` adds the parts
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
 
@@ -96,7 +93,7 @@ class PrefillNumbers(NamedTuple):
     table_width: int  # the stride of the page table
     causal: int
     window: int  # `NO_WINDOW` without one
-    parts: int  # of the keys
+    parts: int  # of the keys, which `combine` adds
     min_tiles: int
     wave: int
     wave_rows: int
@@ -116,16 +113,12 @@ class PrefillPlan:
     grid: tuple[int]
     counter: Counters
     numbers: PrefillNumbers
+    last: int  # queries of each sequence that a second launch computes (`cut.last_wave`); 0: this one computes all
     # It begins before new pages are written: worth it for short prompts, measured with two warpgroups at head_dim 128.
     # Parts of the keys have no such kernel, because dense calls of queries and keys of few combinations of lengths
     # would be the only ones to compile it.
     early: bool
     constants: Constants
-
-    @property
-    def splits(self) -> int:
-        """The number of parts of the keys, which `combine` adds."""
-        return self.numbers.parts
 
 
 @lru_cache(maxsize=4096)
@@ -143,13 +136,15 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         q_strides, out_strides = ((tokens * x[0], *x) for x in (q_strides, out_strides))
     width = power_of_two(head_dim)
     sms = num_sms(device)
-    pages = (
-        min(columns, (window + 3 * ROWS.value) // PAGE_SIZE + 2) if window else columns
-    )  # that a query sees, at most
+    # That a query sees, at most.
+    pages = min(columns, (window + 3 * ROWS.value) // PAGE_SIZE + 2) if window else columns
     size = Problem(
         num_seqs, num_q_heads, head_dim, tokens=batch * tokens, max_seqlen_q=max_seqlen_q, pages=pages,
         causal=problem.causal and not window, ragged=ragged, exact=exact, q8=q8,
     )  # fmt: skip
+    # Only if all queries see the same keys, and no LSE is written.
+    whole = not (problem.causal or window or ragged or problem.lse or problem.batch_invariant)
+    last = last_wave(width, sms, size, chip(device)) if whole else 0
     cut, splits = (INVARIANT[width], 1) if problem.batch_invariant else best_cut(width, sms, size, chip(device))
     # For a ragged batch, an upper bound: every sequence, and the rows after the last one, have a block that is not
     # full.
@@ -162,11 +157,9 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     stride_b, stride_t, stride_h = (stride // 8 for stride in out_strides)
     numbers = PrefillNumbers(
         out_stride_b=stride_b, out_stride_t=stride_t, out_stride_h=stride_h, num_tokens=tokens, max_q=max_seqlen_q,
-        num_seqs=num_seqs,
-        num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride,
-        causal=int(problem.causal),
-        window=window or NO_WINDOW, parts=splits, min_tiles=min_pages_per_split(items, splits, sms,
-        pages) * PAGE_SIZE // cut.tile,
+        num_seqs=num_seqs, num_q_heads=num_q_heads, num_kv_heads=problem.pool[1], table_width=problem.table_stride,
+        causal=int(problem.causal), window=window or NO_WINDOW, parts=splits,
+        min_tiles=min_pages_per_split(items, splits, sms, pages) * PAGE_SIZE // cut.tile,
         wave=heads_in_wave(max_seqlen_q, pages, wave_rows, wave_pages), wave_rows=wave_rows, wave_pages=wave_pages,
         plane=splits * batch * tokens * num_q_heads,
     )  # fmt: skip
@@ -180,11 +173,9 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
         head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows,
-        tile=cut.tile,
-        stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers,
-        producer_registers=cut.producer_registers,
-        mask_left=window > 0 or problem.leftpad, softcap=problem.softcap, exact=exact,
-        batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
+        tile=cut.tile, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers,
+        mask_left=window > 0 or problem.leftpad, softcap=problem.softcap,
+        exact=exact, batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
     )  # fmt: skip
     # ptxas: d256, d256-split, d256-q8-ragged. Without any copy they spill in their loops.
     tight = head_dim == 256 and not exact and (ragged or splits > 1 if q8 else problem.lse or splits > 1)
@@ -195,7 +186,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts, cut.tile)
     return PrefillPlan(
         queries=queries, fetched=tma_takes(shape, problem.strides, 1 if q8 else 2), k=k, v=v, outputs=outputs,
-        grid=(min(items * splits, sms),), counter=Counters(1), numbers=numbers,
+        grid=(min(items * splits, sms),), counter=Counters(1), numbers=numbers, last=last,
         early=cut.warpgroups == 2 and width == 128 and splits == 1, constants=constants,
     )  # fmt: skip
 
@@ -225,20 +216,6 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     """
     *sizes, last = shape
     return tuple([stride if size > 1 else last for size, stride in zip(sizes, strides, strict=False)])
-
-
-@lru_cache(maxsize=4096)
-def second_launch(
-    device: torch.device, num_seqs: int, tokens: int, num_q_heads: int, head_dim: int, pages: int, exact: bool, q8: bool
-) -> int:
-    """How many of the `tokens` queries of each sequence, which all see `pages` pages of keys, a second launch computes
-    (`cut.last_wave`)."""
-    size = Problem(
-        num_seqs, num_q_heads, head_dim, tokens=num_seqs * tokens, max_seqlen_q=tokens, pages=pages, causal=False,
-        ragged=False,
-        exact=exact, q8=q8,
-    )  # fmt: skip
-    return last_wave(power_of_two(head_dim), num_sms(device), size, chip(device))
 
 
 def tma_takes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from triton.language import PropagateNan
 
-from ...formats import rotation
 from ..common import v_position
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, to_fp8
-from ..rotation import block_size
+from ..rotation import HIGH_SIGNS, LOW_SIGNS, block_size
 from .items import LENGTH, POSITION, Items, channels_of_mean
 from .registers import FEW, join, scores_layout
 
 PROPAGATE_NAN = gl.constexpr(PropagateNan.ALL)
 TINY = gl.constexpr(2.0**-100)  # the smallest scale of a row of queries
-LOW_SIGNS, HIGH_SIGNS = (gl.constexpr(bits) for bits in (rotation.LOW_SIGNS, rotation.HIGH_SIGNS))
 
 
 @gluon.constexpr_function
@@ -40,21 +38,18 @@ class PrefillQueries:
     """Shared memory of an item's queries, some rows for each partition."""
 
     codes: gl.shared_memory_descriptor  # [partitions, rows, width]: 8 bits (FP8 queries: the same memory as `raw`)
-    raw: (
-        gl.shared_memory_descriptor
-    )  # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
+    # [partitions, rows, width] of 16 bits, or [2 * partitions, rows, width] of FP8, for two items
+    raw: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor  # [2 * partitions, rows, width], 8 bits: the memory of `raw`
-    mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], kept from the beginning of an item to its end
+    mean_score: gl.shared_memory_descriptor  # float32 [partitions, rows], from the beginning of an item to its end
     factor: gl.shared_memory_descriptor  # float32 [partitions, rows], likewise, with three warpgroups
-    signs: (
-        gl.shared_memory_descriptor | gl.constexpr
-    )  # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
+    # [16, 16], the dtype of `raw`: steps of the rotation (`store_signs`), or None
+    signs: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor  # barriers, one for each partition: rows and the item's fields are there
     empty: gl.shared_memory_descriptor  # barriers, one for each partition: the memory of rows and fields is free
     Q16: gl.constexpr  # queries have 16 bits
-    REST: (
-        gl.constexpr
-    )  # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it
+    # Q's rounding error is multiplied in rows that see few keys; rotated INT8 is as exact as K itself without it.
+    REST: gl.constexpr
 
     @gluon.jit
     def release(self, PARTITION: gl.constexpr):
@@ -198,9 +193,8 @@ def round_rows(codes, blocks):
     if codes.dtype == gl.int8:
         largest = larger(largest, TINY)
         up = 127.0 / largest
-        factor = (
-            largest * (1 / 127) + largest * 0.0
-        )  # INT8 has no NaN and no Inf: a row with one of them has the factor NaN
+        # INT8 has no NaN and no Inf: a row with one of them has the factor NaN.
+        factor = largest * (1 / 127) + largest * 0.0
         for j in gl.static_range(len(blocks)):
             eight += (rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8),)
     else:
@@ -228,22 +222,16 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
         mean_score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, WORDS))
         if k_mean is not None:
             for j in gl.static_range(len(blocks)):
-                mean_score += (
-                    gl.sum(
-                        blocks[j] * channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))[None, :], 1
-                    )
-                    * scale
-                )
+                mean = channels_of_mean(k_mean, 16 * j, 16, options, gl.SliceLayout(0, WORDS))
+                mean_score += gl.sum(blocks[j] * mean[None, :], 1) * scale
     else:
         A: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
         factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, A)) * scale
         mean_score = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A))
         if k_mean is not None:
             x = codes.load(A).to(gl.float32)
-            mean_score = (
-                gl.sum(x * channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))[None, :], 1)
-                * scale
-            )
+            mean = channels_of_mean(k_mean, 0, options.width, options, gl.SliceLayout(0, A))
+            mean_score = gl.sum(x * mean[None, :], 1) * scale
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     return gl.convert_layout(factor, ROW, assert_trivial=True), gl.convert_layout(mean_score, ROW, assert_trivial=True)
 

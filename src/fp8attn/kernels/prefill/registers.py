@@ -8,9 +8,8 @@ from ..gluon import gl, gluon
 
 ROWS = gl.constexpr(64)  # query rows of a warpgroup: the height of its MMA
 FEW = gl.constexpr(256)  # rows of prompts that see fewer keys are multiplied twice (`multiply`)
-ENDLESS = gl.constexpr(
-    1 << 30
-)  # the number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`)
+# The number of tokens that TMA sees in the output of a ragged batch (`plan.ragged_rows`).
+ENDLESS = gl.constexpr(1 << 30)
 
 
 @gluon.constexpr_function

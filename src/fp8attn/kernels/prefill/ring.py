@@ -32,7 +32,7 @@ def address_of(barriers):
     """
     store_addresses()
     sync()
-    address = gl.max(barriers.index(0).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0).to(gl.int32)
+    address = number(barriers.index(0)).to(gl.int32)
     sync()  # all warps have read it, before inline PTX writes there
     return address
 
@@ -55,12 +55,11 @@ class PrefillRing:
     ones.
     """
 
-    k: gl.shared_memory_descriptor  # [STAGES, 128, width]
-    v: gl.shared_memory_descriptor  # [STAGES * parts, width / parts, 128]: each part of V's channels is one product
-    scales: (
-        gl.shared_memory_descriptor
-    )  # float32 [2 * STAGES, 1]: of K; of V of the tile before, in units of this one's
-    ones: gl.shared_memory_descriptor  # E4M3 [8, 128]: ones, whose product with the weights is their sums
+    k: gl.shared_memory_descriptor  # [STAGES, tile, width]
+    v: gl.shared_memory_descriptor  # [STAGES * parts, width / parts, tile]: each part of V's channels is one product
+    # float32 [2 * STAGES, 1]: of K; of V of the tile before, in units of this one's
+    scales: gl.shared_memory_descriptor
+    ones: gl.shared_memory_descriptor  # E4M3 [8, tile]: ones, whose product with the weights is their sums
     barriers: gl.shared_memory_descriptor  # [4 * STAGES, 1]
     address: gl.tensor  # of the barriers
     STAGES: gl.constexpr
@@ -91,30 +90,19 @@ class PrefillRing:
         return self.address + (KIND * self.STAGES + place.stage) * 8
 
     @gluon.jit
-    def wait_k(self, place):
-        wait_at(self.at(K_FULL, place), place.phase)
+    def wait(self, KIND: gl.constexpr, place):
+        wait_at(self.at(KIND, place), place.phase)
 
     @gluon.jit
-    def release_k(self, place):
+    def release(self, KIND: gl.constexpr, place):
         if gl.num_warps() > 4:
-            arrive_at(self.at(K_EMPTY, place))
+            arrive_at(self.at(KIND, place))
         else:
-            if not ARRIVE_MEETS:
-                sync()  # all warps have read the tile's scales
-            arrive(self.barrier(K_EMPTY, place))
-
-    @gluon.jit
-    def wait_v(self, place):
-        wait_at(self.at(V_FULL, place), place.phase)
-
-    @gluon.jit
-    def release_v(self, place):
-        if gl.num_warps() > 4:
-            arrive_at(self.at(V_EMPTY, place))
-        else:
-            arrive(
-                self.barrier(V_EMPTY, place)
-            )  # only products read V, and they end for all warps of a warpgroup together
+            # All warps have read the tile's scales before K is released. Only products read V, and they end for all
+            # warps of a warpgroup together.
+            if KIND == K_EMPTY and not ARRIVE_MEETS:
+                sync()
+            arrive(self.barrier(KIND, place))
 
     @gluon.jit
     def k_scale(self, place):

@@ -52,10 +52,10 @@ class Search:
 class PrefillSequence:
     """The sequence of a claim. A dense batch is one sequence with the heads of all sequences."""
 
+    search: Search
     index: gl.tensor
     base: gl.tensor  # items before it
     start: gl.tensor  # its first query
-    search: Search
     q_len: gl.tensor  # its queries
     blocks: gl.tensor  # blocks of its queries
     wave: gl.tensor  # heads in one order
@@ -98,7 +98,8 @@ def scheduler_init(q_len, batch):
     first = 0
     before = 0
     blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
-    return PrefillSequence(index, base, start, Search(exponent, below, first, before), q_len, blocks, batch.wave)
+    search = Search(exponent, below, first, before)
+    return PrefillSequence(search, index, base, start, q_len, blocks, batch.wave)
 
 
 @gluon.jit
@@ -115,8 +116,7 @@ def seek(search, claim, batch):
     no items.
 
     Returns:
-        The state for the next claim's search; the sequence, or `num_seqs + 1` after the last item; the number of items
-        before it; its first query; its number of queries; the pages of its longest item.
+        The sequence, whose index is `num_seqs + 1` after the last item.
     """
     BLOCK: gl.constexpr = batch.BLOCK
     num_seqs = batch.num_seqs
@@ -154,7 +154,10 @@ def seek(search, claim, batch):
                 exponent = below
                 below = -1
                 first = 0
-    return Search(exponent, below, first, before), index, base, start, q_len, pages
+    blocks = (q_len + BLOCK - 1) // BLOCK
+    wave = heads_in_wave(q_len, pages, batch)
+    search = Search(exponent, below, first, before)
+    return PrefillSequence(search, index, base, start, q_len, blocks, wave)
 
 
 @gluon.jit
@@ -165,19 +168,12 @@ def advance_to(claim, sequence, seqs, heads, batch):
         seqs: number of sequences, and the index after the last item.
         heads: number of heads of a sequence.
     """
-    search = sequence.search
-    index = sequence.index
-    base = sequence.base
-    start = sequence.start
-    q_len = sequence.q_len
-    blocks = sequence.blocks
-    wave = sequence.wave
-    while (index < seqs) & (claim >= base + blocks * heads):
+    while (sequence.index < seqs) & (claim >= sequence.base + sequence.blocks * heads):
         if batch.bounds is None:
-            base += blocks * heads
-            index += 1
+            sequence = PrefillSequence(
+                index=sequence.index + 1, base=sequence.base + sequence.blocks * heads, start=sequence.start,
+                search=sequence.search, q_len=sequence.q_len, blocks=sequence.blocks, wave=sequence.wave,
+            )  # fmt: skip
         else:
-            search, index, base, start, q_len, pages = seek(search, claim, batch)
-            blocks = (q_len + batch.BLOCK - 1) // batch.BLOCK
-            wave = heads_in_wave(q_len, pages, batch)
-    return PrefillSequence(index, base, start, search, q_len, blocks, wave)
+            sequence = seek(sequence.search, claim, batch)
+    return sequence

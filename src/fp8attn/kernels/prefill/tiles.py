@@ -12,6 +12,7 @@ from __future__ import annotations
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..ptx import pin, rest_to_fp8, split_to_fp8, to_fp8
 from .registers import accumulator, as_operand, join, scores_layout, split
+from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL
 from .softmax import (
     begin_scores,
     end_scores,
@@ -36,7 +37,7 @@ def tile_weights(rows, ring, tile, m, place, P: gl.constexpr, MASK: gl.constexpr
     """
     options: gl.constexpr = rows.OPTIONS
     INT: gl.constexpr = ring.k.dtype == gl.int8
-    ring.wait_k(place)
+    ring.wait(K_FULL, place)
     factor = rows.factor * ring.k_scale(place)
     v_ratio = ring.v_ratio(place)
     if TWICE and rows.queries.REST:
@@ -46,7 +47,7 @@ def tile_weights(rows, ring, tile, m, place, P: gl.constexpr, MASK: gl.constexpr
         s = scores_of_both(rows.q, rest, ring.k.index(place.stage + (tile >> 30)), options)
     else:
         s = end_scores(begin_scores(rows.q, ring.k.index(place.stage), m, options))
-    ring.release_k(place)
+    ring.release(K_EMPTY, place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     # ptxas: volatile, it stays before the next wait, and without what it cuts off the FP32 weights end there.
@@ -74,22 +75,22 @@ def overlapped_tile(rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place,
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
     none, _ = no_sums(options.rows)
-    ring.wait_v(v_place)
+    ring.wait(V_FULL, v_place)
     total = row_sum_mma(p8, ring.ones, none, False)
     zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
-    ring.wait_k(k_place)
+    ring.wait(K_FULL, k_place)
     s_next = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     shrink = gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)
     k_scale = ring.k_scale(k_place)
     v_ratio = ring.v_ratio(k_place)
     t, total = warpgroup_mma_wait(1, deps=[t, total])
-    ring.release_v(v_place)
+    ring.release(V_EMPTY, v_place)
     sums = rescale_sums(sums, alpha, total)
     acc = acc * shrink[:, None] + t
     factor = rows.factor * k_scale
     s = end_scores(s_next)
-    ring.release_k(k_place)
+    ring.release(K_EMPTY, k_place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
     return s, factor, v_ratio, m, sums, acc, ring.next(k_place), ring.next(v_place)
 
@@ -105,12 +106,12 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place):
     acc = gl.zeros([options.rows, options.width], gl.float32, OUT)
     m = no_maximum(options)
     none, sums = no_sums(options.rows)
-    ring.wait_k(k_place)
+    ring.wait(K_FULL, k_place)
     s = begin_scores(rows.q, ring.k.index(k_place.stage), m, options)
     factor = rows.factor * ring.k_scale(k_place)
     v_ratio = ring.v_ratio(k_place)
     s = end_scores(s)
-    ring.release_k(k_place)
+    ring.release(K_EMPTY, k_place)
     s = mask_scores(s, factor, rows, tile, options, True, INT)
     k_place = ring.next(k_place)
     tile -= 1
@@ -132,12 +133,12 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place):
             tile -= 1
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     p8 = to_fp8(as_operand(p, gl.DotOperandLayout(0, OUT, 4)))
-    ring.wait_v(v_place)
+    ring.wait(V_FULL, v_place)
     total = row_sum_mma(p8, ring.ones, none, False)
     zero = gl.zeros([options.rows, options.width], gl.float32, OUT)
     t = warpgroup_mma(p8, ring.v.index(v_place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
     t, total = warpgroup_mma_wait(0, deps=[t, total])
-    ring.release_v(v_place)
+    ring.release(V_EMPTY, v_place)
     acc = acc * gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return acc, m, sum_of_rows(rescale_sums(sums, alpha, total), options), k_place
 
@@ -151,7 +152,7 @@ def tile_in_turn(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
     options: gl.constexpr = rows.OPTIONS
     OUT: gl.constexpr = accumulator(options.rows, options.width)
     INT: gl.constexpr = ring.k.dtype == gl.int8
-    ring.wait_k(place)
+    ring.wait(K_FULL, place)
     s = begin_scores(rows.q, ring.k.index(place.stage), m, options)
     if rows.queries.Q16:
         factor = rows.queries.factor.index(rows.PARTITION).load(gl.SliceLayout(1, scores_layout(options)))
@@ -160,13 +161,13 @@ def tile_in_turn(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
     factor = factor * ring.k_scale(place)
     v_ratio = ring.v_ratio(place)
     s = end_scores(s)
-    ring.release_k(place)
+    ring.release(K_EMPTY, place)
     s = mask_scores(s, factor, rows, tile, options, MASK, INT)
     p, alpha, m = softmax_tile(s, factor, m, options, INT)
     # ptxas: volatile, it stays before the next wait, and the FP32 weights end there.
     p = as_operand(p, gl.DotOperandLayout(0, OUT, 4))
     p8 = to_fp8(p, False)
-    ring.wait_v(place)
+    ring.wait(V_FULL, place)
     total, _ = no_sums(options.rows)
     total = row_sum_mma(p8, ring.ones, total, False)
     if ring.v.shape[1] < options.width:  # in halves, as in `tile_twice`
@@ -183,7 +184,7 @@ def tile_in_turn(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
         t = warpgroup_mma(p8, ring.v.index(place.stage).permute([1, 0]), zero, use_acc=False, is_async=True)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(1, deps=[total]))
         t = warpgroup_mma_wait(0, deps=[t])
-    ring.release_v(place)
+    ring.release(V_EMPTY, place)
     acc = acc * gl.convert_layout(alpha * v_ratio, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None] + t
     return m, sums, acc, ring.next(place)
 
@@ -206,7 +207,7 @@ def tile_twice(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
     options: gl.constexpr = rows.OPTIONS
     OUT: gl.constexpr = accumulator(options.rows, options.width)
     p8, rest, alpha, shrink, m = tile_weights(rows, ring, tile, m, place, gl.DotOperandLayout(0, OUT, 4), MASK, True)
-    ring.wait_v(place)
+    ring.wait(V_FULL, place)
     none, _ = no_sums(options.rows)
     total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
     if ring.v.shape[1] < options.width:  # ptxas: d128-long. One half after the other, as `wide_tile` in quarters
@@ -219,7 +220,7 @@ def tile_twice(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
         t = multiply_both(rest, p8, ring.v.index(2 * place.stage), zero)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
         a0 = pin(gl.convert_layout(a0, HALF, assert_trivial=True) * shrink + warpgroup_mma_wait(0, deps=[t]))
-        ring.wait_v(place)
+        ring.wait(V_FULL, place)
         t = multiply_both(rest, p8, ring.v.index(2 * place.stage + 1), zero)
         a1 = pin(gl.convert_layout(a1, HALF, assert_trivial=True) * shrink + warpgroup_mma_wait(0, deps=[t]))
         acc = gl.convert_layout(join((a0, a1)), OUT, assert_trivial=True)
@@ -229,7 +230,7 @@ def tile_twice(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr):
         t = multiply_both(rest, p8, ring.v.index(place.stage), zero)
         sums = rescale_sums(sums, alpha, warpgroup_mma_wait(2, deps=[total]))
         acc = pin(acc * shrink + warpgroup_mma_wait(0, deps=[t]))
-    ring.release_v(place)
+    ring.release(V_EMPTY, place)
     return m, sums, acc, ring.next(place)
 
 
@@ -252,7 +253,7 @@ def wide_tile(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr, TWICE: 
     p8, rest, alpha, shrink, m = tile_weights(rows, ring, tile, m, place, gl.DotOperandLayout(0, OUT, 4), MASK, TWICE)
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
     zero = gl.zeros([options.rows, options.width // 4], gl.float32, OUT)
-    ring.wait_v(place)
+    ring.wait(V_FULL, place)
     none, _ = no_sums(options.rows)
     if TWICE:
         total = row_sum_mma(p8, ring.ones, row_sum_mma(rest, ring.ones, none, False), True)
@@ -260,7 +261,7 @@ def wide_tile(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr, TWICE: 
         new = ()
         for i in gl.static_range(len(acc)):
             if i > 0:
-                ring.wait_v(place)
+                ring.wait(V_FULL, place)
             t = multiply_both(rest, p8, ring.v.index(4 * place.stage + i), zero)
             new += (pin(acc[i] * shrink + warpgroup_mma_wait(0, deps=[t])),)
     else:
@@ -271,12 +272,12 @@ def wide_tile(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr, TWICE: 
         t0 = warpgroup_mma_wait(1, deps=[t0])
         t0 = warpgroup_mma_wait(1, deps=[t0])
         a0 = pin(a0 * shrink + t0)
-        ring.wait_v(place)
+        ring.wait(V_FULL, place)
         t2 = warpgroup_mma(p8, ring.v.index(4 * place.stage + 2).permute([1, 0]), zero, use_acc=False, is_async=True)
         t1 = warpgroup_mma_wait(1, deps=[t1])
         a1 = pin(a1 * shrink + t1)
         if len(acc) == 4:
-            ring.wait_v(place)
+            ring.wait(V_FULL, place)
             t3 = warpgroup_mma(
                 p8, ring.v.index(4 * place.stage + 3).permute([1, 0]), zero, use_acc=False, is_async=True
             )
@@ -287,7 +288,7 @@ def wide_tile(rows, ring, tile, m, sums, acc, place, MASK: gl.constexpr, TWICE: 
         else:
             t2 = warpgroup_mma_wait(0, deps=[t2])
             new = (a0, a1, a2 * shrink + t2)
-    ring.release_v(place)
+    ring.release(V_EMPTY, place)
     return m, sums, new, ring.next(place)
 
 
