@@ -33,9 +33,8 @@ def num_splits(programs: int, pages: int, slots: int) -> int:
     """
     best, best_cost = 1, math.inf
     for splits in range(1, min(pages, MAX_SPLITS, max(1, 4 * slots // programs)) + 1):
-        cost = -(-programs * splits // slots) * (-(-pages // splits) + _TILE_OVERHEAD) + (splits > 1) * (
-            1 + splits / 32
-        )
+        waves, longest = -(-programs * splits // slots), -(-pages // splits) + _TILE_OVERHEAD
+        cost = waves * longest + (splits > 1) * (1 + splits / 32)
         if cost < best_cost:
             best, best_cost = splits, cost
     return best
@@ -58,21 +57,13 @@ def share_and_lse(lse, mean_score, sinks_ptr, head):
         return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * LN2
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_splits",
-        "num_rows",
-        "num_tokens",
-        "num_q_heads",
-        "out_stride_b",
-        "out_stride_t",
-        "out_stride_h",
-    ]
-)
+NUMBERS = "num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def _combine_kernel(
     partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads,
-    out_stride_b, out_stride_t,
-    out_stride_h,
+    out_stride_b, out_stride_t, out_stride_h,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -97,10 +88,8 @@ def _combine_kernel(
         offset = part.to(tl.int64) * num_rows + row
         part_lse = tl.load(partial_lse_ptr + offset, mask=real & (part < num_splits), other=HIDDEN)
         mask = (part_lse != HIDDEN)[:, None] & (d < D)[None, :]
-        partial = (
-            tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
-            * tl.exp2(part_lse - top)[:, None]
-        )
+        partial = tl.load(partial_ptr + offset[:, None] * D + d[None, :], mask=mask, other=0.0)
+        partial *= tl.exp2(part_lse - top)[:, None]
         if ROWS == 1:
             out += tl.sum(partial, 0)[None, :]
         else:
@@ -144,8 +133,7 @@ def _plan(
     together = 8 if many else 1
     constants = make_constants(
         "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity,
-        CHUNK=1 if many else min(capacity, 4096 // padded),
-        NATIVE=native, num_warps=4, enable_fp_fusion=True,
+        CHUNK=1 if many else min(capacity, 4096 // padded), NATIVE=native, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return (
         (-(-num_rows // together),),

@@ -58,7 +58,7 @@ def multiply(
             k_mean: gl.constexpr = None
         q = queries.codes.index(PARTITION if queries.Q16 else slot * options.partitions + PARTITION)
         raw = queries.raw.index(PARTITION)
-        factor, mean_score = load_queries(q, raw, queries.signs, k_mean, scale, options, queries.Q16)
+        factor, mean_score = load_queries(queries, q, raw, k_mean, scale, options)
         rows = Rows(
             PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q,
             factor=factor, mean_score=mean_score, cap=cap, queries=queries, OPTIONS=options,

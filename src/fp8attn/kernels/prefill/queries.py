@@ -189,24 +189,23 @@ def powers_of_two(largest):
 def round_rows(codes, blocks):
     """Round rows to 8 bits into `codes`, and return their factors."""
     largest = largest_magnitude(blocks)
-    eight = ()
     if codes.dtype == gl.int8:
         largest = larger(largest, TINY)
         up = 127.0 / largest
         # INT8 has no NaN and no Inf: a row with one of them has the factor NaN.
         factor = largest * (1 / 127) + largest * 0.0
-        for j in gl.static_range(len(blocks)):
-            eight += (rounded(blocks[j] * up[:, None]).to(gl.int32, bitcast=True).to(gl.int8),)
     else:
         up, factor = powers_of_two(largest)
-        for j in gl.static_range(len(blocks)):
-            eight += (to_fp8(blocks[j] * up[:, None]),)
+    eight = ()
+    for j in gl.static_range(len(blocks)):
+        x = blocks[j] * up[:, None]
+        eight += (rounded(x).to(gl.int32, bitcast=True).to(gl.int8) if codes.dtype == gl.int8 else to_fp8(x),)
     store_codes(codes, eight)
     return factor
 
 
 @gluon.jit
-def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: gl.constexpr):
+def load_queries(queries, codes, raw, k_mean, scale, options: gl.constexpr):
     """Round a partition's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
@@ -214,8 +213,8 @@ def load_queries(codes, raw, signs, k_mean, scale, options: gl.constexpr, Q16: g
     SCORES: gl.constexpr = scores_layout(options)
     ROWS: gl.constexpr = options.rows
     WORDS: gl.constexpr = words(ROWS, 16)
-    if Q16:
-        blocks = load_rows(raw, signs, options)
+    if queries.Q16:
+        blocks = load_rows(raw, queries.signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = round_rows(codes, blocks) * scale
@@ -247,22 +246,20 @@ def keep_rest(rows, raw):
     blocks = load_rows(raw, rows.queries.signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this partition's rows are read
-    eight = ()
     if rest.dtype == gl.int8:
         up = 127.0 / larger(largest, TINY)
-        for j in gl.static_range(len(blocks)):
-            x = blocks[j] * up[:, None]
-            cut = (x - (rounded(x) - MAGIC)) * 256.0
-            cut = rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8)
-            if options.batch_invariant:
-                cut = rows.rest_of_few(cut)
-            eight += (cut,)
     else:
         up, _ = powers_of_two(largest)
-        for j in gl.static_range(len(blocks)):
-            cut = rest_to_fp8(blocks[j] * up[:, None])
-            if options.batch_invariant:
-                cut = rows.rest_of_few(cut)
-            eight += (cut,)
+    eight = ()
+    for j in gl.static_range(len(blocks)):
+        x = blocks[j] * up[:, None]
+        if rest.dtype == gl.int8:
+            cut = (x - (rounded(x) - MAGIC)) * 256.0
+            cut = rounded(gl.minimum(cut, 127.0)).to(gl.int32, bitcast=True).to(gl.int8)
+        else:
+            cut = rest_to_fp8(x)
+        if options.batch_invariant:
+            cut = rows.rest_of_few(cut)
+        eight += (cut,)
     store_codes(rest, eight)
     sync()  # here, or Triton would wait in every tile
