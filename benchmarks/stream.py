@@ -23,7 +23,7 @@ def _drain(ring, batch, work):
     count = 0
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = batch.portion(begin, seq.num_tiles, work.low, work.high)
+        i, j = batch.portion(begin, seq, work)
         for _ in range(seq.first_tile + i, seq.first_tile + j):
             stage = count % ring.STAGES
             phase = (count // ring.STAGES) & 1

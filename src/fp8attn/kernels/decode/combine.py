@@ -27,12 +27,12 @@ class Parts:
 
     o: gl.tensor  # pointers; [..., width]
     sums: gl.tensor  # [..., 2]: row_max and row_sum
-    mean_scores: gl.tensor
+    mean_scores: gl.tensor  # [...], with MEAN_SCORES
     tiles: gl.tensor  # [workers], by the range that a head begins in: how many of its tiles are done
+    MEAN_SCORES: gl.constexpr  # K has a mean
 
     @gluon.jit
-    def store(self, part, o, row_max, row_sum, mean_score, batch, seq, channel, PAIR: gl.constexpr,
-              MEAN_SCORES: gl.constexpr):  # fmt: skip
+    def store(self, part, o, row_max, row_sum, mean_score, batch, seq, channel, PAIR: gl.constexpr):
         """Stores `o [width, rows]`, whose channels are `channel`, and by row the sums and `mean_score`. PAIR: the
         layout of the sums.
         """
@@ -42,7 +42,7 @@ class Parts:
         inside = batch.inside(batch.row0 + row, seq)
         mask = inside[None, :] & (channel < options.head_dim)[:, None]
         gl.store(self.o + (first + row)[None, :] * options.width + channel[:, None], o, mask=mask)
-        if MEAN_SCORES:
+        if self.MEAN_SCORES:
             gl.store(self.mean_scores + first + row, gl.convert_layout(mean_score, row.type.layout), mask=inside)
         row = gl.arange(0, options.rows, gl.SliceLayout(1, PAIR))
         inside = batch.inside(batch.row0 + row, seq)
@@ -90,7 +90,7 @@ def store_head(o, row_max, row_sum, mean_score, mean, batch, seq, head, output):
 
 
 @gluon.jit
-def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_SCORES: gl.constexpr):
+def combine_ranges(start, last, batch, seq, head, workers, parts, output):
     """Compute the results of one head from the parts of the ranges `[start, last]`, in this order, so that equal inputs
     give equal bits.
 
@@ -131,7 +131,7 @@ def combine_ranges(start, last, batch, seq, head, workers, parts, output, MEAN_S
     row_max = gl.convert_layout(row_max, ROW)
     row_sum = gl.convert_layout(row_sum, ROW)
     mean_score = row_sum * 0.0
-    if MEAN_SCORES:
+    if parts.MEAN_SCORES:
         inside = batch.inside(batch.row0 + row, seq)
         mean_score = gl.load(parts.mean_scores + first + row, mask=inside, other=0.0)
     o = gl.load(parts.o + first * WIDTH + in_o, mask=inside_o, other=0.0)

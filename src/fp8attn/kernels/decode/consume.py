@@ -173,7 +173,6 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
     MMA: gl.constexpr = mma_layout(WARPS)
     VECTOR: gl.constexpr = gl.SliceLayout(1, MMA)  # [warp, rows]
     INT8: gl.constexpr = ring.k.dtype == gl.int8
-    MEAN_SCORES: gl.constexpr = queries.k_mean is not None
     # Channels over lanes, rows over warps, all warps' values in one thread.
     CHANNELS: gl.constexpr = min(WIDTH // 32, 4)
     MERGED: gl.constexpr = gl.BlockedLayout([WARPS, CHANNELS, 1], [1, 32, 1], [1, 1, WARPS], [1, 2, 0])
@@ -196,7 +195,7 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
     count = 0  # tiles of the range
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = batch.portion(begin, seq.num_tiles, work.low, work.high)
+        i, j = batch.portion(begin, seq, work)
         if i < j:
             if begin > work.begin:
                 raw_q, k_mean = queries.load(batch, seq, head)
@@ -206,7 +205,7 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
             row_max = gl.full([WARPS, ROWS], UNSEEN, gl.float32, VECTOR)
             row_sum = gl.zeros([WARPS, ROWS], gl.float32, VECTOR)
             mean_score_one = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, SUMS))
-            if MEAN_SCORES:
+            if parts.MEAN_SCORES:
                 mean_score_one = gl.max(gl.convert_layout(mean_score, SUMS), 0)
             v_unit = seq.length.to(gl.float32) * 0.0 + 1.0  # of an empty accumulator
             for tile in range(seq.first_tile + i, seq.first_tile + j):
@@ -227,7 +226,7 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
                 store_head(o, max_one, sum_one, mean_score_one, v_mean, batch, seq, head, output)
             else:
                 part = work.worker + gl.where(i == 0, work.workers, 0)
-                parts.store(part, o, max_one, sum_one, mean_score_one, batch, seq, channel, PAIR, MEAN_SCORES)
+                parts.store(part, o, max_one, sum_one, mean_score_one, batch, seq, channel, PAIR)
                 start = gl.where(i > 0, first_start, work.worker)
                 sync()
                 done = gl.atomic_add(parts.tiles + start, j - i, sem="acq_rel", scope="gpu") + j - i
@@ -235,6 +234,6 @@ def consume(ring, batch, work, parts, first_q, first_k_mean, queries, output, so
                 if done == seq.num_tiles:
                     gl.store(parts.tiles + start, 0)
                     last = work.worker_of(begin + seq.num_tiles - 1)
-                    combine_ranges(start, last, batch, seq, head, work.workers, parts, output, MEAN_SCORES)
+                    combine_ranges(start, last, batch, seq, head, work.workers, parts, output)
         begin += seq.places
         index, head = batch.following(index, head, seq.num_tiles)

@@ -34,6 +34,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
         sums_ptr + 2 * first,
         sums_ptr + 2 * plane + first,
         state_ptr + row_tile * workers,
+        k_mean_ptr is not None,
     )
     source = DecodeSource(k_desc, v_desc, pool_ptr, table_ptr, table_stride, OPTIONS)
     queries = DecodeQueries(q_ptr, q_stride_t, q_stride_h, k_mean_ptr, scale)

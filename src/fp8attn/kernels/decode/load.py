@@ -98,7 +98,7 @@ def request_first(ring, batch, work, source):
     Returns whether there was one to request.
     """
     seq = batch.sequence(work.seq)
-    i, j = batch.portion(work.begin, seq.num_tiles, work.low, work.high)
+    i, j = batch.portion(work.begin, seq, work)
     requested = (work.begin < work.high) & (i < j) & (seq.length > 0)
     if requested:
         slot = source.page(work.seq, seq.first_tile, i) * batch.heads + work.head
@@ -118,7 +118,7 @@ def produce(ring, batch, work, requested, source):
     count = done  # tiles of the range
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = batch.portion(begin, seq.num_tiles, work.low, work.high)
+        i, j = batch.portion(begin, seq, work)
         for tile in range(seq.first_tile + i + done, seq.first_tile + j):
             stage = count % ring.STAGES
             slot = source.page(index, tile, 0) * batch.heads + head

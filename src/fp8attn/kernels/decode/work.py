@@ -111,15 +111,17 @@ class DecodeBatch:
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
 
     @gluon.jit
-    def portion(self, begin, tiles, low, high):
-        """The tiles `[i, j)` of a head, whose places begin at `begin`, that belong to the range `[low, high)`.
+    def portion(self, begin, seq, work):
+        """The tiles `[i, j)` of a head of `seq`, whose places begin at `begin`, that belong to the range of `work`.
 
         A short head belongs completely to the range that contains its middle.
         """
-        middle = begin + self.places(tiles) // 2
-        mine = gl.where((low <= middle) & (middle < high), tiles, 0)
+        tiles = seq.num_tiles
+        middle = begin + seq.places // 2
+        mine = gl.where((work.low <= middle) & (middle < work.high), tiles, 0)
         short = tiles <= self.OPTIONS.whole_tiles
-        return gl.where(short, 0, gl.maximum(low - begin, 0)), gl.where(short, mine, gl.minimum(high - begin, tiles))
+        first = gl.where(short, 0, gl.maximum(work.low - begin, 0))
+        return first, gl.where(short, mine, gl.minimum(work.high - begin, tiles))
 
     @gluon.jit
     def following(self, seq, head, tiles):
