@@ -47,8 +47,7 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
     ring = make_ring(k_desc, OPTIONS)
     ring.open()
     gdc_wait()
-    count = batch.counts(0, OPTIONS.block)
-    work = assign(batch, count, worker, workers, OPTIONS.block)
+    work = assign(batch, worker, workers)
     requested = request_first(ring, batch, work, source)
     gl.warp_specialize([
         (_drain, (ring, batch, work)),

@@ -45,8 +45,7 @@ def decode_kernel(q_ptr, q_stride_t, q_stride_h, k_desc, v_desc, pool_ptr, k_mea
     ring.open()
     # The kernel is launched while `append` runs. From here on it reads and writes memory that previous kernels use.
     gdc_wait()
-    count = batch.counts(0, OPTIONS.block)
-    work = assign(batch, count, worker, workers, OPTIONS.block)
+    work = assign(batch, worker, workers)
     first_q, first_k_mean = queries.load(batch, batch.sequence(work.seq), work.head)
     requested = request_first(ring, batch, work, source)
     gl.warp_specialize([

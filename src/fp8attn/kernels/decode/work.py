@@ -82,32 +82,32 @@ class DecodeBatch:
         return DecodeSequence(length, query, num_q, pad, first, tiles, self.places(tiles))
 
     @gluon.jit
-    def counts(self, base, BLOCK: gl.constexpr):
-        """Numbers of places (of one head) of the sequences `[base, base + BLOCK)`. Every warp holds all of them."""
+    def counts(self, base):
+        """Numbers of places (of one head) of the sequences `[base, base + block)`, all of them in every warp."""
+        BLOCK: gl.constexpr = self.OPTIONS.block
         seq = base + gl.arange(0, BLOCK, gl.BlockedLayout([BLOCK // 32], [32], [gl.num_warps()], [0]))
         inside = seq < self.num_seqs
         length = gl.load(self.lengths + seq, mask=inside, other=0)
         num_q = length * 0 + self.max_q
         pad = length * 0
         if self.OPTIONS.ragged:
-            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0) - gl.load(
-                self.bounds + seq, mask=inside, other=0
-            )
+            num_q = gl.load(self.bounds + seq + 1, mask=inside, other=0)
+            num_q -= gl.load(self.bounds + seq, mask=inside, other=0)
         if self.OPTIONS.leftpad:
             pad = gl.load(self.leftpad + seq, mask=inside, other=0)
         _, tiles = self.tiles(length, num_q, pad)
         return gl.where(inside, self.places(tiles), 0)
 
     @gluon.jit
-    def after(self, place, count, base, before, BLOCK: gl.constexpr):
-        """Find a place among the sequences `[base, base + BLOCK)`, with `count` places each and `before` places before
+    def after(self, place, count, base, before):
+        """Find a place among the sequences `[base, base + block)`, with `count` places each and `before` places before
         them.
 
         Returns the number of sequences that end at or before `place`, the place at which the last of these ends, and
         the number of places of all.
         """
         end = (gl.associative_scan(count, 0, _add) + before) * self.heads
-        passed = (end <= place) & (base + gl.arange(0, BLOCK, count.type.layout) < self.num_seqs)
+        passed = (end <= place) & (base + gl.arange(0, self.OPTIONS.block, count.type.layout) < self.num_seqs)
         return gl.sum(passed.to(gl.int32), 0), gl.max(gl.where(passed, end, 0), 0), gl.sum(count, 0)
 
     @gluon.jit
@@ -170,22 +170,24 @@ class DecodeWork:
 
 
 @gluon.jit
-def assign(batch, count, worker, workers, BLOCK: gl.constexpr):
-    """The work of `worker`. `count`: the numbers of places of the first `BLOCK` sequences."""
+def assign(batch, worker, workers):
+    """The work of `worker`."""
+    BLOCK: gl.constexpr = batch.OPTIONS.block
+    count = batch.counts(0)
     total = gl.sum(count, 0)
     if BLOCK > 32:  # else there are no more sequences
         for base in range(BLOCK, batch.num_seqs, BLOCK):
-            total += gl.sum(batch.counts(base, BLOCK), 0)
+            total += gl.sum(batch.counts(base), 0)
     total *= batch.heads
     workers = gl.maximum(gl.minimum(workers, total), 1)
     share = _divide(total, workers)
     rest = total - share * workers
     low = worker * share + gl.minimum(worker, rest)
     high = gl.where(worker < workers, low + share + (worker < rest).to(gl.int32), low)
-    seq, begin, before = batch.after(low, count, 0, 0, BLOCK)
+    seq, begin, before = batch.after(low, count, 0, 0)
     if BLOCK > 32:
         for base in range(BLOCK, batch.num_seqs, BLOCK):
-            more, end, places = batch.after(low, batch.counts(base, BLOCK), base, before, BLOCK)
+            more, end, places = batch.after(low, batch.counts(base), base, before)
             seq += more
             begin = gl.maximum(begin, end)
             before += places
