@@ -57,8 +57,7 @@ def multiply(
         else:
             k_mean: gl.constexpr = None
         q = queries.codes.index(PARTITION if queries.Q16 else slot * options.partitions + PARTITION)
-        raw = queries.raw.index(PARTITION)
-        factor, mean_score = load_queries(queries, q, raw, k_mean, scale, options)
+        factor, mean_score = load_queries(queries, q, PARTITION, k_mean, scale, options)
         rows = Rows(
             PARTITION=PARTITION, first=FIRST_ROW, items=items, slot=slot, causal=causal, window=window, q=q,
             factor=factor, mean_score=mean_score, cap=cap, queries=queries, OPTIONS=options,
@@ -66,7 +65,7 @@ def multiply(
         if means.USES_K and not options.softcap:
             # Loaded again at the end, because there are no registers for it until then.
             queries.mean_score.index(PARTITION).store(mean_score)
-        place = attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place)
+        place = attend(rows, ring, means, output, last, bottom, all_last, any_last, count, few, blind, place)
         item += 1
         mbarrier.wait(queries.full.index(PARTITION), item & 1)
         tiles = items.get(item & 1, TILES)
@@ -75,7 +74,7 @@ def multiply(
 
 
 @gluon.jit
-def attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, count, few, blind, place):
+def attend(rows, ring, means, output, last, bottom, all_last, any_last, count, few, blind, place):
     """Attention of a partition's rows, whose queries are rounded, over the tiles `bottom` to `last` of an item.
 
     `all_last` and `any_last` are the last keys that the first and the last row see, `count` is the number of rows that
@@ -106,7 +105,7 @@ def attend(rows, ring, means, output, raw, last, bottom, all_last, any_last, cou
     queries = rows.queries
     if few:
         if queries.REST:
-            keep_rest(rows, raw)
+            keep_rest(rows)
         else:
             # The next item's FP8 rows have separate memory, 16-bit ones are rounded.
             queries.release(rows.PARTITION)

@@ -205,7 +205,7 @@ def round_rows(codes, blocks):
 
 
 @gluon.jit
-def load_queries(queries, codes, raw, k_mean, scale, options: gl.constexpr):
+def load_queries(queries, codes, PARTITION: gl.constexpr, k_mean, scale, options: gl.constexpr):
     """Round a partition's rows to 8 bits into `codes`, unless they are FP8 already.
 
     Returns the factors of their scores and, unless `k_mean` is None, their scores with it (as exponents of two).
@@ -214,7 +214,7 @@ def load_queries(queries, codes, raw, k_mean, scale, options: gl.constexpr):
     ROWS: gl.constexpr = options.rows
     WORDS: gl.constexpr = words(ROWS, 16)
     if queries.Q16:
-        blocks = load_rows(raw, queries.signs, options)
+        blocks = load_rows(queries.raw.index(PARTITION), queries.signs, options)
         if options.rotate:
             scale = scale * block_size(options.head_dim) ** -0.5
         factor = round_rows(codes, blocks) * scale
@@ -236,14 +236,15 @@ def load_queries(queries, codes, raw, k_mean, scale, options: gl.constexpr):
 
 
 @gluon.jit
-def keep_rest(rows, raw):
+def keep_rest(rows):
     """Write the rounding error of 16-bit queries, in 8 bits, to the queries' own memory. For INT8 the unit is 1 / 256.
 
     ptxas: d256. The rows are loaded again, because keeping them in registers would spill.
     """
     options: gl.constexpr = rows.OPTIONS
-    rest = rows.queries.rest.index(2 * rows.PARTITION)
-    blocks = load_rows(raw, rows.queries.signs, options)
+    queries = rows.queries
+    rest = queries.rest.index(2 * rows.PARTITION)
+    blocks = load_rows(queries.raw.index(rows.PARTITION), queries.signs, options)
     largest = largest_magnitude(blocks)
     sync()  # all of this partition's rows are read
     if rest.dtype == gl.int8:
