@@ -139,6 +139,7 @@ class Codes(ConstexprFields):
     """How K or V is stored in pages, and how wide their rows are (`rows.py`)."""
 
     spec: PageSpec
+    layout: PageLayout  # a field, so that the kernel's key in Triton's cache covers it
     is_v: bool
     native: bool  # the target converts E4M3 by itself (`codec`)
     static: bool  # scales stay: calibrated ones, or one for dense values that are E4M3 already
@@ -164,10 +165,6 @@ class Codes(ConstexprFields):
     @property
     def codec(self) -> Codec:
         return self.spec.v if self.is_v else self.spec.k
-
-    @property
-    def layout(self) -> PageLayout:
-        return self.spec.layout
 
 
 @dataclass(frozen=True)
@@ -221,5 +218,6 @@ def _page_plan(
 
 def _options(name: str, rotate: bool, native: bool, static: bool, advance: bool, dense: bool) -> AppendOptions:
     """The options of pages of the spec of this name."""
-    keys = Codes(spec_of(name), False, native, static, dense, advance)
+    spec = spec_of(name)
+    keys = Codes(spec, spec.layout, False, native, static, dense, advance)
     return AppendOptions(keys, replace(keys, is_v=True), rotate)

@@ -29,7 +29,7 @@ from functools import lru_cache
 
 import torch
 
-from ...formats.page_layout import PAGE_SIZE
+from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import AttentionParams
@@ -63,6 +63,7 @@ class PortableOptions(ConstexprFields):
     """The one constexpr parameter of the kernel. The host makes it, and device code reads it."""
 
     spec: PageSpec
+    layout: PageLayout  # a field, so that the kernel's key in Triton's cache covers it
     block: Block
     rotate: bool  # queries, as the keys are
     width: int  # head_dim, padded to a power of two
@@ -155,8 +156,8 @@ def portable_attention(
         float(softcap), window,
     )  # fmt: skip
     options = PortableOptions(
-        kv_format.spec, block, kv_format.rotate, power_of_two(head_dim), group, causal, window > 0, softcap > 0,
-        splits > 1, gpu.native_e4m3,
+        kv_format.spec, kv_format.layout, block, kv_format.rotate, power_of_two(head_dim), group, causal, window > 0,
+        softcap > 0, splits > 1, gpu.native_e4m3,
     )  # fmt: skip
     constants = make_constants(
         "attend", device, OPTIONS=options, num_warps=block.num_warps, num_stages=block.num_stages, enable_fp_fusion=True

@@ -72,7 +72,7 @@ def add_tiles(
     row_first, row_end = row_keys
     pool_ptr, table_ptr, num_kv_heads, kv_head, channel = pages
     CODEC: tl.constexpr = OPTIONS.spec.k
-    LAYOUT: tl.constexpr = OPTIONS.spec.layout
+    LAYOUT: tl.constexpr = OPTIONS.layout
     D: tl.constexpr = OPTIONS.spec.k_dim
     DP: tl.constexpr = OPTIONS.width
     TILE: tl.constexpr = OPTIONS.block.tile
