@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fp8attn import UsageError
+from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.vllm import NEWEST, OLDEST, refused, register, unsupported_release
+from fp8attn.integrations.vllm import NEWEST, OLDEST, RefusedBackend, register, unsupported_release
 from fp8attn.integrations.vllm import _show_messages as show_messages
 from fp8attn.integrations.vllm.connectors import exchanges_blocks, unsupported_connector
 from fp8attn.integrations.vllm.options import config_options, layer_number
@@ -36,10 +37,8 @@ def test_supported_releases(version):
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.33.1rc1.dev12+g4ba787ec9", "0.3.2", "1.0", "1.30.0", "dev"])
 def test_another_release_is_refused_by_name(version, monkeypatch):
     assert f"vLLM 0.26 to 0.33, and this is vLLM {version}" in unsupported_release(version)
-    monkeypatch.setattr(refused, "vllm_version", lambda: version)
-    assert refused.RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [
-        unsupported_release(version)
-    ]
+    monkeypatch.setattr(plugin, "vllm_version", lambda: version)
+    assert RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [unsupported_release(version)]
 
 
 def test_messages_of_the_engines_room_are_vllms(caplog, monkeypatch):

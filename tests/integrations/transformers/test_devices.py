@@ -113,3 +113,19 @@ def test_devices_of_layers(tmp_path):
         if hasattr(module, "_hf_hook"):
             module._hf_hook.execution_device = OTHER
     assert layer_devices(model, count) == [CPU, OTHER, *[CPU] * (count - 2)]
+
+
+def test_pages_have_the_heads_that_a_process_has():
+    """Tensor parallelism leaves each process a share of the heads: of biases, whose means are subtracted, and of K."""
+    model = make("qwen2")
+    attention = model.model.layers[0].self_attn
+    for name in ("k_proj", "v_proj"):  # the first of two KV heads of 64 channels
+        projection = getattr(attention, name)
+        projection.weight.data, projection.bias.data = projection.weight.data[:64], torch.full((64,), 20.0)
+    cache = FP8Cache(model, skip_layers=[1, 2])
+    assert cache.pages(0).num_kv_heads == 1 and cache.pages(0).format.v_mean.shape == (1, 64)
+    k = torch.randn(2, 1, 3, 64)
+    with torch.no_grad():
+        cache.update(k, k + 20, 0)
+    stored = torch.cat([cache.pages(0).read(seq, 3)[1] for seq in range(2)]).view(2, 3, 1, 64).transpose(1, 2)
+    torch.testing.assert_close(stored, k + 20, rtol=0, atol=0.15)

@@ -90,8 +90,8 @@ def make_layers(
     weights: Weights,
     skip_layers: Iterable[int],
     devices: list[torch.device],
-) -> tuple[list[Any], list[FP8Layers]]:
-    """The layers of a cache, and what those in FP8 share, by shape, window and device.
+) -> list[Any]:
+    """The layers of a cache. Those in FP8 share an `FP8Layers`, by shape, window and device.
 
     Raises:
         UsageError: as `FP8Cache`.
@@ -132,7 +132,7 @@ def make_layers(
             "no layer would be in FP8: skip_layers keeps every full-attention layer in 16 bits, and those with long "
             "windows. Use transformers' own cache (DynamicCache(config=model.config))"
         )
-    return layers, list(groups.values())
+    return layers
 
 
 def _numbers(skip_layers: Iterable[int], num_layers: int) -> set[int]:

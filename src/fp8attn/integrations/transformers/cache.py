@@ -31,9 +31,9 @@ from .build import make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
 from .decoder import layer_devices
 from .kept import make_normal
-from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer
+from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer, groups_of
 from .tensors import ATTN_IMPLEMENTATION
-from .weights import Weights, kept_layers, read_weights, warn_losing, warn_unread
+from .weights import Weights, layers_in_16_bits, read_weights, warn_losing, warn_unread
 
 
 class FP8Cache(Cache):
@@ -110,28 +110,26 @@ class FP8Cache(Cache):
         options = CacheOptions(max_cache_len, key_dtype, rotate_keys, exact, batch_invariant, backend)
         specs = served_layers(model, options, scales)
         weights = read_weights(model, specs, options, scales)
-        skipped = kept_layers(weights, specs, options) if skip_layers is None else skip_layers
-        self._build(model, specs, options, scales, weights, skipped, layer_devices(model, len(specs)))
+        in_16_bits = layers_in_16_bits(weights, specs, options)
+        skipped = in_16_bits if skip_layers is None else skip_layers
+        devices = layer_devices(model, len(specs))
+        self._take(model, specs, options, make_layers(model, specs, options, scales, weights, skipped, devices))
         warn_unread(model, weights, [i for i in self.fp8_layers if self.layers[i].scales is None])
         if skip_layers is None:
-            warn_losing(model, weights, kept_layers(weights, specs, options), options)
+            warn_losing(model, weights, in_16_bits, options)
         for group in self.groups:
             group.make_early()
 
-    def _build(
-        self,
-        model: PreTrainedModel,
-        specs: list[LayerSpec],
-        options: CacheOptions,
-        scales: KVScales | None,
-        weights: Weights,
-        skip_layers: Iterable[int],
-        devices: list[torch.device],
-    ) -> None:
-        """Make the layers, without pages, and set the model's attention implementation."""
-        layers, self.groups = make_layers(model, specs, options, scales, weights, skip_layers, devices)
+    def _take(self, model: PreTrainedModel, specs: list[LayerSpec], options: CacheOptions, layers: list[Any]) -> None:
+        """Take these layers, which have no pages yet, and set the model's attention implementation."""
         super().__init__(layers=layers)
-        self.options = options
+        self.options, self.groups = options, groups_of(layers)
+        # Layers that move their sequences themselves, by their numbers: those in 16 bits, and states.
+        self._movable = {
+            index: layer
+            for index, layer in enumerate(layers)
+            if not isinstance(layer, FP8Layer) or isinstance(layer, FP8HybridLayer)
+        }
         self._plain = [
             layer for layer in layers if isinstance(layer, CacheLayerMixin) and not isinstance(layer, FP8Layer)
         ]
@@ -196,7 +194,8 @@ class FP8Cache(Cache):
         cache = cls.__new__(cls)
         # Means and the choice of layers are in the file, so the model's weights are not read.
         skipped = [index for index in range(len(specs)) if index not in file.layers]
-        cache._build(model, specs, options, None, Weights({}, set(), []), skipped, devices)
+        layers = make_layers(model, specs, options, None, Weights({}, set(), []), skipped, devices)
+        cache._take(model, specs, options, layers)
         files.restore(file, cache.layers, cache.identity, devices, tokens)
         return cache
 
@@ -367,15 +366,8 @@ class FP8Cache(Cache):
             )
         for group in self.groups:  # it checks the argument before it changes anything
             group.select(indices, method)
-        self._call(self.layers, method, argument)
-
-    def _call(self, layers: list[Any], method: str, *args: Any) -> None:
-        """Call a method of those `layers` that are in 16 bits, and of states."""
-        for layer in layers:
-            if not isinstance(layer, FP8Layer) or isinstance(layer, FP8HybridLayer):
-                getattr(LinearAttentionLayer if isinstance(layer, FP8HybridLayer) else type(layer), method)(
-                    layer, *args
-                )
+        for layer in self._movable.values():
+            getattr(layer, method)(argument)
 
     def __copy__(self) -> FP8Cache:
         """Raise TypeError, as `PagedKVCache` does: a shallow copy would append to the pages of this cache."""
@@ -386,11 +378,10 @@ class FP8Cache(Cache):
         make_normal(self._in_place)
         for group in self.groups:
             group.paged.reset()
-        self._call(self.layers, "reset")
-        for layer in self.layers:
-            if (
-                type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized
-            ):  # older transformers keep zeros as tokens
+        for layer in self._movable.values():
+            layer.reset()
+            # Older transformers keep zeros as tokens.
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized:
                 layer.keys, layer.values, layer.is_initialized = None, None, False
 
     def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
@@ -422,10 +413,10 @@ class FP8Cache(Cache):
         for group in self.groups:
             group.paged.truncate(target)
         removed = max(lengths.values()) - target  # from a state, which goes back only if all layers hold the same
-        for index, layer in enumerate(self.layers):
+        for index, layer in self._movable.items():
             change = target - lengths[index] if index in lengths else -removed
             if change or getattr(layer, "record_past", False):
-                self._call([layer], "crop", change)
+                layer.crop(change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `beam_idx[i]`."""

@@ -15,7 +15,7 @@ from ...cache import PagedKVCache, storage
 from ...errors import UsageError
 from ...formats.codec import KeyDtype
 from .config import LayerSpec, decoder_config
-from .layers import FP8Layer, FP8Layers
+from .layers import FP8Layer, groups_of
 
 # The attributes of transformers' own layers; the last two are the numbers of tokens of sliding windows and static
 # layers.
@@ -47,7 +47,7 @@ def save(
     tokens: torch.Tensor | None,
 ) -> None:
     """Write sequences of all `layers` of a cache (`FP8Cache.save`), for the model of this identity."""
-    groups = _groups(layers)
+    groups = groups_of(layers)
     if any(group.unused for group in groups):
         raise ValueError("this cache holds no tokens yet: run the prompt through the model first, and save then")
     tensors: dict[str, torch.Tensor] = {}
@@ -121,7 +121,7 @@ def restore(
         devices: of each layer.
         tokens: `[B, S]` ids of the prompt, which must begin with those of the file. None: they are not compared.
     """
-    path, tensors, groups = file.path, file.tensors, _groups(layers)
+    path, tensors, groups = file.path, file.tensors, groups_of(layers)
     fp8_layers = sorted(layer.index for group in groups for layer in group.layers)
     if (identity, fp8_layers) != (file.identity, list(file.layers)):
         raise UsageError(
@@ -153,11 +153,6 @@ def restore(
             _restore(layer, {name: state.pop(name) for name in _STATE if name in state})
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             _restore_states(layer, state)
-
-
-def _groups(layers: list[Any]) -> list[FP8Layers]:
-    """What the FP8 layers among these share."""
-    return list(dict.fromkeys(layer.shared for layer in layers if isinstance(layer, FP8Layer)))
 
 
 def states_of(layer: LinearAttentionCacheLayerMixin) -> dict[str, torch.Tensor]:

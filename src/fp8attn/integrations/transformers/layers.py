@@ -82,9 +82,13 @@ class FP8Layers:
 
     def make_early(self) -> None:
         """Make the pages of one sequence, so that also the first forward of a static cache can be compiled."""
-        spec, device = self.layers[0].spec, torch.device("cpu") if self.device.type == "meta" else self.device
-        x = torch.empty(1, spec.num_kv_heads, 0, spec.head_dim, device=device)
-        self.make(self.layers[0].index, x, x)
+        first = self.layers[0]
+        means = [mean for layer in self.layers for mean in (layer.k_mean, layer.v_mean) if mean is not None]
+        # Means are of the layer as it is, with a share of the heads where tensor parallelism divides them.
+        heads, head_dim = means[0].shape if means else (first.spec.num_kv_heads, first.spec.head_dim)
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        x = torch.empty(1, heads, 0, head_dim, device=device)
+        self.make(first.index, x, x)
         self.unused = True
 
     @torch.compiler.disable(reason=UNCOMPILED)
@@ -151,22 +155,14 @@ class FP8Layers:
             self.make(index, key_states, value_states).table.recording = recording
             return self.paged
         paged = self.paged
-        if key_states.device != paged.device:
-            raise ValueError(
-                f"layer {index} got K on {key_states.device}, and this cache is on {paged.device}; make a new FP8Cache "
-                f"there"
-            )
         batch, num_kv_heads, _, head_dim = key_states.shape
-        if (num_kv_heads, head_dim) != (paged.num_kv_heads, paged.head_dim):
+        same = (num_kv_heads, head_dim, key_states.device) == (paged.num_kv_heads, paged.head_dim, paged.device)
+        if not same or self.options.max_cache_len is not None or paged.num_pages:
             raise ValueError(
-                f"layer {index} has {num_kv_heads} KV heads of {head_dim}, and by the model's config it has "
-                f"{paged.num_kv_heads} of {paged.head_dim}. Use a new FP8Cache for another model; keep layers of "
-                f"another shape in 16 bits (FP8Cache(model, skip_layers=[{index}, ...]))"
-            )
-        if self.options.max_cache_len is not None or paged.num_pages:
-            raise ValueError(
-                f"this cache holds {paged.num_seqs} sequences; layer {index} got K {tuple(key_states.shape)}. Use a "
-                f"new FP8Cache for another batch"
+                f"this cache holds {paged.num_seqs} sequences of {paged.num_kv_heads} KV heads of {paged.head_dim}, on "
+                f"{paged.device}; layer {index} got K {tuple(key_states.shape)} on {key_states.device}. Use a new "
+                f"FP8Cache for another batch, device or model. Layers of another shape than the model's config says "
+                f"stay in 16 bits with FP8Cache(model, skip_layers=[{index}, ...])"
             )
         paged.select([0] * batch)
         return paged
@@ -334,6 +330,11 @@ class FP8Layer(CacheLayerMixin):
     prefetch = offload
 
 
+def groups_of(layers: list[Any]) -> list[FP8Layers]:
+    """What the FP8 layers among these share."""
+    return list(dict.fromkeys(layer.shared for layer in layers if isinstance(layer, FP8Layer)))
+
+
 class FP8SlidingLayer(FP8Layer):
     """A layer with a sliding window, whose pages are given back when no later query sees them (`PageTable.reserve`).
 
@@ -367,10 +368,13 @@ class FP8HybridLayer(FP8Layer, LinearAttentionLayer):
     """A layer with full attention and, beside it, the state of a linear layer, as Falcon-H1 has. K and V are in FP8,
     the state in 16 bits.
 
-    The arguments are those of `FP8Layer`.
+    The arguments are those of `FP8Layer`. The methods that move sequences, which the cache calls, move those of the
+    state.
     """
 
     is_croppable = LinearAttentionLayer.is_croppable
+    reset, crop = LinearAttentionLayer.reset, LinearAttentionLayer.crop
+    reorder_cache = LinearAttentionLayer.reorder_cache
 
     def __init__(self, index: int, spec: LayerSpec, *args: Any) -> None:
         LinearAttentionLayer.__init__(self, spec.options.get("number_of_states", 1))

@@ -47,7 +47,7 @@ def read_weights(
     return Weights(biases, unrotated, losing)
 
 
-def kept_layers(weights: Weights, specs: list[LayerSpec], options: CacheOptions) -> list[int]:
+def layers_in_16_bits(weights: Weights, specs: list[LayerSpec], options: CacheOptions) -> list[int]:
     """The layers that stay in 16 bits, if the user has not said which do: those that lose, unless none would be left in
     8 bits, or attention must not depend on the batch, as PyTorch's in 16 bits does.
     """
@@ -67,8 +67,8 @@ def warn_unread(model: PreTrainedModel, weights: Weights, layers: list[int]) -> 
         )
 
 
-def warn_losing(model: PreTrainedModel, weights: Weights, kept: list[int], options: CacheOptions) -> None:
-    """Warn about the layers that lose: which of them stay in 16 bits (`kept`), or why none do."""
+def warn_losing(model: PreTrainedModel, weights: Weights, in_16_bits: list[int], options: CacheOptions) -> None:
+    """Warn about the layers that lose: which of them stay `in_16_bits`, or why none do."""
     losing, name = weights.losing, type(model).__name__
     if not losing:
         return
@@ -76,10 +76,10 @@ def warn_losing(model: PreTrainedModel, weights: Weights, kept: list[int], optio
         f"RoPE rotates large biases of their keys, so no mean removes them, and 8 bits would be up to "
         f"{max(weights.biases[index].k_step for index in losing):.0f} times as coarse"
     )
-    if kept:
+    if in_16_bits:
         warnings.warn(
-            f"FP8Cache keeps layers {ranges(kept)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass "
-            f"skip_layers={kept} for the same without this warning, or skip_layers=() for 8 bits in all layers",
+            f"FP8Cache keeps layers {ranges(in_16_bits)} of {name} in 16 bits, with twice the memory of 8. {why}. Pass "
+            f"skip_layers={in_16_bits} for the same without this warning, or skip_layers=() for 8 bits in all layers",
             stacklevel=3,
         )
     else:

@@ -8,9 +8,9 @@ offloading and transfers move blocks as bytes.
 
 | file | what |
 |---|---|
-| `__init__.py` | `register` |
+| `__init__.py` | `register`, and the releases of vLLM that are refused |
 | `backend.py` | what vLLM asks before the start |
-| `supported.py`, `refused.py` | which models and options are not supported, and why; other releases of vLLM |
+| `supported.py` | which models and options are not supported, and why |
 | `connectors.py` | blocks of other engines: which KV connectors |
 | `lmcache.py` | LMCache's KV connector, with whole blocks |
 | `specs.py` | the bytes of a block, in the form that each release of vLLM reads |
@@ -18,8 +18,8 @@ offloading and transfers move blocks as bytes.
 | `impl.py` | a layer |
 | `options.py` | options from `--additional-config` |
 
-What another engine would need, too, is in `integrations/engine/`. Importing this module, `options.py` or `refused.py`
-does not import vLLM.
+What another engine would need, too, is in `integrations/engine/`. Importing this module or `options.py` does not
+import vLLM.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def register() -> None:
     path = f"{__name__}.backend.FP8AttentionBackend"
     if (reason := unsupported_release(vllm_version())) is not None:
         logger.debug(reason)
-        path = f"{__name__}.refused.RefusedBackend"
+        path = f"{__name__}.RefusedBackend"
     _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
@@ -152,3 +152,22 @@ def unsupported_release(version: str) -> str | None:
         f"fp8attn works in vLLM {oldest} to {newest}, and this is vLLM {version}: install one of these, or leave out "
         f"--attention-backend"
     )
+
+
+class RefusedBackend:
+    """The attention backend in a release of vLLM that is refused. It has no base class of vLLM, whose parts may have
+    moved.
+    """
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        return cls.__module__, cls.__qualname__
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
+        """The reason, whatever the options are. vLLM prints it and does not start."""
+        return [unsupported_release(vllm_version()) or "this release of vLLM is supported; import fp8attn again"]
