@@ -105,7 +105,7 @@ def _sums(
     shape, rank = q.shape[:-1], pages.spec.v_dim
     rows = q.flatten(1, 2)  # [Hkv, G * S, rank + rope]
     y, total, largest = q.new_zeros(*shape, rank), q.new_zeros(shape), q.new_full(shape, -torch.inf)
-    for begin in range(keys.start // PAGE_SIZE * PAGE_SIZE, keys.stop, KEY_BLOCK):
+    for begin in range(keys.start // PAGE_SIZE * PAGE_SIZE, keys.stop if keys else 0, KEY_BLOCK):
         first, stop = max(begin, keys.start), min(begin + KEY_BLOCK, keys.stop)
         ids = table[begin // PAGE_SIZE : -(-stop // PAGE_SIZE)].long()
         codes, rope, scales = (

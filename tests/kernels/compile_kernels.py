@@ -20,7 +20,7 @@ from fp8attn.formats.codec import FP8
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import DenseRope, Rope
 from fp8attn.formats.spec import HEAD_DIMS, PageSpec
-from fp8attn.kernels import append, combine, portable
+from fp8attn.kernels import append, combine, latent, portable
 from fp8attn.kernels.compile import compiled
 from fp8attn.kernels.launch import Launch
 from fp8attn.kernels.machine import Machine
@@ -86,6 +86,22 @@ def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int
         q = torch.zeros(2, 32, 300, head_dim, dtype=dtype)
         rope = DenseRope(*2 * [Rope(angle, angle, interleaved)], q, torch.empty_like(q))
     append.from_dense(x, x, form, rope)
+
+
+def latents(rank: int, rope: int, dtype, queries: int, static: bool) -> KVPages:
+    """Pages of latents of two sequences, to which `queries` tokens each are appended."""
+    more = {"v_mean": torch.zeros(1, rank), "factor": torch.ones(1, rank // 128)} if static else {}
+    pages = KVPages.empty(48, 1, PageSpec.latent(rank, rope), 2, 24, **more)
+    x, key = torch.zeros(2 * queries, 1, rank, dtype=dtype), torch.zeros(2 * queries, 1, rope, dtype=dtype)
+    append.append(pages, x, key, Append(None, queries))
+    return pages
+
+
+def attend_latents(rank: int, rope: int, dtype, queries: int, heads: int, static: bool, **features) -> None:
+    """An append and attention of `queries` tokens of two sequences."""
+    pages = latents(rank, rope, dtype, queries, static)
+    params = AttentionParams(None, queries, True, 0.1, **features)
+    latent.latent_attention(torch.zeros(2 * queries, heads, rank + rope, dtype=dtype), pages, params)
 
 
 def cases() -> dict[str, tuple]:
@@ -158,12 +174,21 @@ def cases() -> dict[str, tuple]:
         "D128 step static": (append_tokens, 128, BF16, 5, {"static": True, "key_dtype": "e4m3"}),
         "D128 prompt static": (append_tokens, 128, BF16, 300, {"static": True}),
     }
+    found |= {
+        "L512 rows16": (attend_latents, 512, 64, BF16, 1, 16, True, {"splits": 33}),
+        "L512 rows128": (attend_latents, 512, 64, FP16, 1, 128, False, {"splits": 4}),
+        "L512 rows128 window": (attend_latents, 512, 0, BF16, 300, 16, True, {"window": 100, "leftpad_k": leftpad}),
+        "L256 rows64": (attend_latents, 256, 32, BF16, 1, 40, False, {"splits": 4}),
+        "L1024 rows16": (attend_latents, 1024, 128, BF16, 1, 16, False, {"splits": 4}),
+        "L128 rows16": (attend_latents, 128, 64, FP16, 1, 8, True, {}),
+    }
     return found
 
 
 SAMPLE = (  # each kernel; of attention, tiles of few rows and of many
     *("D128 rows4", "D128 rows128 e4m3", "D256 rows4 e4m3"),
     *("D128 step", "D128 prompt", "D128 dense rope", "D96 dense fp8"),
+    *("L512 rows128", "L512 rows128 window"),
 )
 
 
@@ -174,8 +199,9 @@ def launches(target: str, name: str) -> list[Launch]:
     gpu, shared_memory, native = TARGETS[target]
     with dry() as (found, patch):
         patch.setattr(torch.version, "hip", "7.0" if gpu.backend == "hip" else None)
-        for module in (portable, combine, append):
+        for module in (portable, combine, append, latent):
             patch.setattr(module, "machine", lambda device: Machine(132, shared_memory, native, hopper=gpu.arch == 90))
+        patch.setattr(latent, "num_splits", lambda *_: splits)
         kept = append._step_plan, append._page_plan  # they keep what these gave
         for each in kept:
             each.cache_clear()

@@ -29,12 +29,13 @@ HOPPER = tuple(
     if case.startswith("D128 ")
     or case in ("D80 rows64 e4m3", "D192 rows4", *TRITON36)
     or (case.partition(" ")[2] in OTHER_WIDTHS and case.split()[0] in ("D96", "D256"))
-    or case.startswith("D512 ")
+    or case.startswith(("D512 ", "L"))
 )
 OTHERS = [target for target in TARGETS if target != "sm_90"]
 KERNELS = {
     *("portable_kernel", "combine_kernel"),
     *("step_kernel", "page_kernel"),
+    *("append_kernel", "queries_kernel", "attention_kernel"),
 }
 # Bytes that a thread may spill at head_dim 128 and less. Pages of K that are rotated and settled do not fit in the 128
 # registers of two programs an SM, and steps of several tokens keep all that may be rounded again; spills are outside of

@@ -56,9 +56,19 @@ SMALL = {
     "n_mamba_heads": 8,
     "mamba_ngroups": 1, "num_mem_blocks": 1, "chunk_size": 16, "mamba_chunk_size": 16,
 }  # fmt: skip
+# Latent attention: the smallest rank that there are pages for, and other sizes of keys and values.
+LATENT = {
+    "kv_lora_rank": 128, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 48,
+}  # fmt: skip
+LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 MAMBA = {"mamba_d_head": 64}  # times the heads: twice the hidden size
 # Families whose config needs more than `SMALL`, by model_type.
 MORE = {
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "axk1", "youtu", "glm4_moe_lite", "longcat_flash", "minicpm3"), LATENT
+    ),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT | LINEAR),
+    "sarvam_mla": LATENT | {"q_lora_rank": None},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "attention"]},

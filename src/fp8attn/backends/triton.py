@@ -23,9 +23,10 @@ class Triton(Writer):
 
     def __init__(self) -> None:
         super().__init__()
+        from ..kernels.latent import latent_attention
         from ..kernels.portable import portable_attention
 
-        self._kernel = portable_attention
+        self._kernel, self._latent = portable_attention, latent_attention
 
     @staticmethod
     def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -50,4 +51,4 @@ class Triton(Writer):
                 "backend 'triton' cannot keep batch_invariant: with Triton 3.9 some rows had other bits in another "
                 "batch. Pass backend='reference', or run on a Hopper GPU, whose kernels take a head_dim of up to 256"
             )
-        return attend_tokens(self._kernel, q, pages, params, out)
+        return attend_tokens(self._latent if pages.format.spec.v_in_k else self._kernel, q, pages, params, out)

@@ -13,13 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats.latent import BLOCK as LATENT_BLOCK
+from ..pages import KVPages
 from .codec import round_to
 from .common import HIDDEN, LN2, LOG2E, power_of_two
 from .launch import Constants, launch, make_constants
 from .machine import machine
+from .rotation import hadamard_back
 
 MAX_SPLITS = 128
 MANY = 1024  # from this number of rows on, a program computes several
+BLOCK = tl.constexpr(LATENT_BLOCK)  # channels of a factor of latents
 _TILE_OVERHEAD = 1.5  # the fixed cost of a program, in pages
 
 
@@ -57,15 +61,17 @@ def share_and_lse(lse, mean_score, sinks_ptr, head):
         return keys / tl.where(total == 0.0, 1.0, total), (top + tl.log2(total)) * LN2
 
 
-NUMBERS = "num_splits", "num_rows", "num_tokens", "num_q_heads", "out_stride_b", "out_stride_t", "out_stride_h"
+NUMBERS = (
+    "num_splits", "num_rows", "num_tokens", "num_q_heads", "group", "out_stride_b", "out_stride_t", "out_stride_h",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _combine_kernel(
-    partial_ptr, partial_lse_ptr, sinks_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens, num_q_heads,
-    out_stride_b, out_stride_t, out_stride_h,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    NATIVE: tl.constexpr,
+    partial_ptr, partial_lse_ptr, sinks_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens,
+    num_q_heads, group, out_stride_b, out_stride_t, out_stride_h,
+    LATENT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -95,6 +101,13 @@ def _combine_kernel(
         else:
             out += partial
     out = out * (share / tl.where(total == 0.0, 1.0, total))[:, None]
+    if LATENT:  # `formats.latent.restore`
+        out = hadamard_back(out, D)
+        kv_head = (row % num_q_heads // group)[:, None]
+        if factor_ptr is not None:
+            out *= tl.load(factor_ptr + kv_head * (D // BLOCK) + d[None, :] // BLOCK)
+        if mean_ptr is not None:
+            out = tl.where((total == 0.0)[:, None], out, out + tl.load(mean_ptr + kv_head * D + d[None, :]))
     token = row // num_q_heads
     at = (token // num_tokens).to(tl.int64) * out_stride_b + (token % num_tokens).to(tl.int64) * out_stride_t
     at += (row % num_q_heads).to(tl.int64) * out_stride_h
@@ -104,8 +117,9 @@ def _combine_kernel(
 
 
 def combine(
-    parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+    parts: torch.Tensor, parts_lse: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
+    latents: KVPages | None = None,
+) -> None:  # fmt: skip
     """Compute attention over all keys from attention over parts of them, added in the order of the parts.
 
     Args:
@@ -115,14 +129,28 @@ def combine(
         sinks: `[num_q_heads]`; the parts do not include them.
         out, lse: the outputs, `[T, num_q_heads, head_dim]` and `[T, num_q_heads]` float32; or a batch of both, with
             `out` of any strides.
+        latents: pages whose stored latents the parts are sums of. The result is restored by their format.
     """
-    grid, numbers, constants = _plan(out.device, machine(out.device).native_e4m3, parts.shape, lse.shape, out.stride())
-    launch(_combine_kernel, grid, (parts, parts_lse, sinks, out, lse, *numbers), constants)
+    mean, factor, group = None, None, 1
+    if latents is not None:
+        _, mean, factor = latents.format.tensors
+        group = out.shape[-2] // latents.num_kv_heads
+    device, native = out.device, machine(out.device).native_e4m3
+    grid, numbers, constants = _plan(
+        device, native, parts.shape, lse.shape, out.stride(), group, latents is not None
+    )  # fmt: skip
+    launch(_combine_kernel, grid, (parts, parts_lse, sinks, mean, factor, out, lse, *numbers), constants)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
-    device: torch.device, native: bool, parts: tuple[int, int, int], rows: tuple[int, ...], strides: tuple[int, ...]
+    device: torch.device,
+    native: bool,
+    parts: tuple[int, int, int],
+    rows: tuple[int, ...],
+    strides: tuple[int, ...],
+    group: int,
+    latent: bool,
 ) -> tuple[tuple[int], tuple[int, ...], Constants]:
     """The kernel's grid, numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
     splits, num_rows, head_dim = parts
@@ -132,11 +160,11 @@ def _plan(
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
     constants = make_constants(
-        "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity,
+        "combine", device, LATENT=latent, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity,
         CHUNK=1 if many else min(capacity, 4096 // padded), NATIVE=native, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return (
         (-(-num_rows // together),),
-        (splits, num_rows, *rows[-2:], *((0,) * (4 - len(strides))), *strides[:-1]),
+        (splits, num_rows, *rows[-2:], group, *((0,) * (4 - len(strides))), *strides[:-1]),
         constants,
     )

@@ -62,6 +62,24 @@ def header_of(slot_ptr, LAYOUT: tl.constexpr):
     return (slot_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32))
 
 
+@triton.jit
+def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constexpr):
+    """The index of a sequence's first new token, and the number of its new tokens.
+
+    If the lengths count the new tokens already, a sequence that is shorter than its new tokens is padding of the batch,
+    and has none.
+    """
+    if cu_seqlens_ptr is None:
+        start = seq * max_seqlen
+        new = max_seqlen
+    else:
+        start = tl.load(cu_seqlens_ptr + seq)
+        new = tl.load(cu_seqlens_ptr + seq + 1) - start
+    if not ADVANCE:
+        new = tl.where(new > tl.load(seqlens_ptr + seq), 0, new)
+    return start, new
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n >= 1`, to which kernels pad head_dim. (`triton.next_power_of_2`
     takes 8 us.)

@@ -30,12 +30,27 @@ def hadamard(x, D: tl.constexpr):
     """`fp8attn.formats.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is
     rounded.
     """
+    C: tl.constexpr = x.shape[1]
+    FACTOR: tl.constexpr = block_size(D) ** -0.5
+    minus = negative(tl.arange(0, C))  # a separate line, because Triton's interpreter loses `tl.where` in the call
+    return _butterflies(x * tl.where(minus, -FACTOR, FACTOR)[None, :], D)
+
+
+@triton.jit
+def hadamard_back(x, D: tl.constexpr):
+    """`fp8attn.formats.rotation.rotate_back` of rows `x [N, C]`, as `hadamard`."""
+    C: tl.constexpr = x.shape[1]
+    FACTOR: tl.constexpr = block_size(D) ** -0.5
+    minus = negative(tl.arange(0, C))
+    return _butterflies(x, D) * tl.where(minus, -FACTOR, FACTOR)[None, :]
+
+
+@triton.jit
+def _butterflies(x, D: tl.constexpr):
+    """The sums and differences of both: H of each block, without the factors."""
     N: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     BLOCK: tl.constexpr = block_size(D)
-    FACTOR: tl.constexpr = BLOCK**-0.5
-    minus = negative(tl.arange(0, C))  # a separate line, because Triton's interpreter loses `tl.where` in the call
-    x = x * tl.where(minus, -FACTOR, FACTOR)[None, :]
     sign = tl.where(tl.arange(0, 2) > 0, -1.0, 1.0)[None, None, :, None]
     for step in tl.static_range(log2(BLOCK)):
         x = tl.reshape(x, (N, C >> (step + 1), 2, 1 << step))

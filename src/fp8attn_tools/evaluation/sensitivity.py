@@ -36,7 +36,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from fp8attn.errors import UsageError
 from fp8attn.formats.page_layout import PAGE_SIZE
-from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.transformers import ATTN_IMPLEMENTATION, FP8Cache
 from fp8attn.integrations.transformers.config import LayerSpec, layers_of, unsupported_reason
 from fp8attn.params import BackendName
@@ -160,7 +159,7 @@ def check_budget(config: Any, max_bytes_per_token: float) -> None:
 
 def _bytes_8_bit(spec: LayerSpec) -> float:
     """Of one more token, in pages. A window does not grow."""
-    return spec.num_kv_heads * PageSpec.of(spec.head_dim).layout.nbytes / PAGE_SIZE if spec.is_full else 0.0
+    return spec.num_kv_heads * spec.pages.layout.nbytes / PAGE_SIZE if spec.is_full else 0.0
 
 
 def choose(

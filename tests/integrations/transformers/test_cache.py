@@ -443,7 +443,7 @@ def test_under_autocast_it_computes_in_its_dtype(llama):
     ("config", "message"),
     [
         (MistralConfig(**SHAPE, sliding_window=32), "every layer of 'mistral' .*sliding_attention"),
-        (transformers.DeepseekV3Config(), "multi-head latent attention"),
+        (transformers.GlmMoeDsaConfig(), "sparse latent attention"),
         (transformers.T5Config(), "encoder-decoder"),
         (transformers.Mamba2Config(), "'mamba2' is not a decoder with layers of attention"),
         (transformers.MiniMaxConfig(), "'minimax' takes no cache but its own"),

@@ -99,7 +99,9 @@ REFUSED = {
     ),
     "'bart' is an encoder-decoder": lambda: transformers.BartConfig(),
     "'t5' is an encoder-decoder": lambda: transformers.T5Config(),
-    r"'deepseek_v3' has multi-head latent attention \(kv_lora_rank=512\)": lambda: transformers.DeepseekV3Config(),
+    r"'glm_moe_dsa' has sparse latent attention: it chooses the keys .* \(index_topk\)": lambda: (
+        transformers.GlmMoeDsaConfig()
+    ),
     "'mllama_text_model' has cross-attention layers": lambda: transformers.MllamaConfig(),
 }
 

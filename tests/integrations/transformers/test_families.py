@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from fp8attn.integrations.transformers.config import unsupported_reason
+from fp8attn.integrations.transformers.config import layers_of, unsupported_reason
 from tests.support.families import PAGE, config_of, errors, families, page
 from tests.support.transformers_models import one_thread  # noqa: F401
 
@@ -23,7 +23,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("name", SERVED)
 def test_a_model_of_the_family_is_right(name):
     growing, beside, static = errors(config_of(name))
-    assert 1e-4 < growing < LOUD  # 8 bits change something
+    # 8 bits change something: of latents the two steps alone, because the prompt attends to exact keys.
+    least = 1e-4 if all(layer.rank is None for layer in layers_of(config_of(name))) else 3e-6
+    assert least < growing < LOUD
     assert beside is static is None or static == pytest.approx(beside, rel=1e-3)
 
 

@@ -16,6 +16,7 @@ from ..._torch_ops import resolve
 from ...checks import check_tensor
 from ...dense.sdpa import autocast
 from ...params import AttentionParams
+from .latent import absorb, expand, is_installed
 from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
 
@@ -54,6 +55,7 @@ def fp8_kv_attention(
     Args:
         query: `[B, num_q_heads, S, head_dim]`.
         key, value: `[B, num_kv_heads, length, head_dim]`, `PagedTensor` or plain.
+            Over pages of latents, `latent.absorb` takes the query.
         attention_mask: from `fp8_kv_mask`, or a caller's own four-dimensional one (16-bit layers only).
         dropout: must be 0 in FP8 layers, and in layers with sinks or a softcap.
         scaling, is_causal, softcap: as in transformers' attention functions. Unlike `sdpa`, 16-bit layers support a
@@ -66,11 +68,21 @@ def fp8_kv_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
+        if is_installed(module):
+            if softcap is not None or s_aux is not None:
+                raise ValueError(f"{_in_fp8(module)} as latents, whose attention has no softcap and no sinks (s_aux)")
+            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+            out = _attend_pages(
+                module, absorb(module, query), key, attention_mask, dropout, scaling, causal, None, None, kwargs
+            )
+            return expand(module, out), None
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized
     # here.
     key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
     compact = isinstance(attention_mask, CompactMask)
+    if attention_mask is not None and not compact and is_installed(module):  # a prompt beside a static cache
+        attention_mask = attention_mask[..., : key.shape[2]]
     if (
         not compact
         and attention_mask is not None
@@ -163,7 +175,7 @@ def _attend_pages(
             start, False, reading.exact, reading.batch_invariant,
         )  # fmt: skip
         out, _ = ops.run_attention(resolve(reading.backend, q, pages.format.name), q, pages, params)
-    return out.view(batch, length, heads, head_dim)
+    return out.view(batch, length, heads, -1)
 
 
 def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> None:
@@ -186,6 +198,8 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
             f"layers in 16 bits (FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: "
             f"model.set_attn_implementation('sdpa' or 'eager')"
         )
+    if is_installed(module):  # new forms of latent attention come with new keywords
+        raise ValueError(f"{_in_fp8(module)} as latents and is called with {', '.join(used)}, unknown to fp8attn")
     if not torch.compiler.is_compiling() and (new := sorted(set(used) - _warned)):
         _warned.update(new)
         warnings.warn(

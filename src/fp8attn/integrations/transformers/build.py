@@ -101,19 +101,25 @@ def make_layers(
     plain = {**STATIC_LAYER_TYPE_MAPPING, "full_attention": KeptLayer} if static else DYNAMIC_LAYER_TYPE_MAPPING
     length = {"max_cache_len": options.max_cache_len} if static else {}
     layers: list[Any] = []
-    groups: dict[tuple[int, int, int | None, torch.device], FP8Layers] = {}
+    groups: dict[tuple[int, PageSpec, int | None, torch.device], FP8Layers] = {}
+    if any(spec.rank is not None for spec in specs) and (scales is not None or not options.rotate_keys):
+        raise UsageError(
+            f"{config.model_type!r} caches latents, which are rotated and have a scale for each token: leave out "
+            f"scales and rotate_keys"
+        )
     for index, (spec, device) in enumerate(zip(specs, devices, strict=True)):
         if not spec.in_pages_of(options.max_cache_len) or index in skipped:
             layers.append(plain[spec.kind](**{**spec.options, **length}))
             continue
         if not spec.has_pages:
             raise UsageError(
-                f"layer {index}: {PageSpec.of(spec.head_dim).refusal}. Keep such layers in 16 bits: "
+                f"layer {index}: {spec.pages.refusal}. Keep such layers in 16 bits: "
                 f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and not each.has_pages]}"
             )
-        key = spec.num_kv_heads, spec.head_dim, spec.window, device
+        pages = PageSpec.of(spec.head_dim if spec.rank is None else spec.pages, options.key_dtype)
+        key = spec.num_kv_heads, pages, spec.window, device
         if key not in groups:
-            groups[key] = FP8Layers(config, options, spec.window, device)
+            groups[key] = FP8Layers(config, options, pages, spec.window, device)
         group = groups[key]
         kind = FP8SlidingLayer if spec.is_windowed else FP8HybridLayer if spec.kind == "hybrid" else FP8Layer
         if scales is not None and spec.is_full:

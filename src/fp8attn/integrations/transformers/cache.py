@@ -31,6 +31,7 @@ from .build import make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
 from .decoder import layer_devices
 from .kept import make_normal
+from .latent import factor_of, install, latent_modules
 from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer, groups_of
 from .tensors import ATTN_IMPLEMENTATION
 from .weights import Weights, layers_in_16_bits, read_weights, warn_losing, warn_unread
@@ -114,6 +115,9 @@ class FP8Cache(Cache):
         skipped = in_16_bits if skip_layers is None else skip_layers
         devices = layer_devices(model, len(specs))
         self._take(model, specs, options, make_layers(model, specs, options, scales, weights, skipped, devices))
+        for module in latent_modules(model):
+            if isinstance(layer := self.layers[module.layer_idx], FP8Layer):
+                layer.factor = factor_of(module)
         warn_unread(model, weights, [i for i in self.fp8_layers if self.layers[i].scales is None])
         if skip_layers is None:
             warn_losing(model, weights, in_16_bits, options)
@@ -125,7 +129,7 @@ class FP8Cache(Cache):
         super().__init__(layers=layers)
         self.options, self.groups = options, groups_of(layers)
         # Layers that move their sequences themselves, by their numbers: those in 16 bits, and states.
-        self._movable = {
+        self._movable: dict[int, Any] = {
             index: layer
             for index, layer in enumerate(layers)
             if not isinstance(layer, FP8Layer) or isinstance(layer, FP8HybridLayer)
@@ -136,6 +140,7 @@ class FP8Cache(Cache):
         self._states = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self._in_place = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)]
         self.identity = files.identity_of(model, specs)
+        install(model)
         if decoder_config(model.config)._attn_implementation != ATTN_IMPLEMENTATION:
             model.set_attn_implementation(ATTN_IMPLEMENTATION)
 

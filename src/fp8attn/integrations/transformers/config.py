@@ -43,9 +43,11 @@ class LayerSpec:
 
     Attributes:
         kind: the layer's type in transformers: `full_attention`, `sliding_attention`, `linear_attention`, ...
-        num_q_heads, num_kv_heads, head_dim: the shape of the layer's attention.
+        num_q_heads, num_kv_heads, head_dim: the shape of the layer's attention. Latents are one KV head, whose head_dim
+            is that of absorbed queries.
         window: tokens that a sliding or chunked layer keeps; None: all.
         options: keyword arguments of transformers' own cache layer of this type.
+        rank: channels of its latents; None: it caches K and V.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class LayerSpec:
     head_dim: int
     window: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
 
     @property
     def is_full(self) -> bool:
@@ -66,9 +69,16 @@ class LayerSpec:
         return self.kind == "sliding_attention" and (self.window or 0) >= SHORTEST_WINDOW and self.has_pages
 
     @property
+    def pages(self) -> PageSpec:
+        """What its pages hold, with the default format of keys."""
+        if self.rank is None:
+            return PageSpec.of(self.head_dim)
+        return PageSpec.latent(self.rank, self.head_dim - self.rank)
+
+    @property
     def has_pages(self) -> bool:
         """Whether there are 8-bit pages for K and V of its shape."""
-        return PageSpec.of(self.head_dim).refusal is None
+        return self.pages.refusal is None
 
     @property
     def in_pages(self) -> bool:
@@ -125,7 +135,9 @@ def unsupported_reason(config: PreTrainedConfig) -> str | None:
     # Those of the full-attention layers, if there are any: other sliding layers stay in 16 bits.
     paged = [layer for layer in layers if layer.is_full] or [layer for layer in layers if layer.in_pages]
     if not any(layer.has_pages for layer in paged):
-        return f"{config.model_type!r}: {PageSpec.of(paged[0].head_dim).refusal}. {_USE_DYNAMIC}"
+        return f"{config.model_type!r}: {paged[0].pages.refusal}. {_USE_DYNAMIC}"
+    if any(layer.rank is not None for layer in paged):
+        return None
     v_head_dim, head_dims = getattr(config, "v_head_dim", None), {layer.head_dim for layer in paged}
     if v_head_dim is not None and v_head_dim not in head_dims:
         return (
@@ -140,8 +152,8 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
 
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the model is an encoder-decoder, has multi-head latent attention or cross-attention, or has no layer
-            that `FP8Cache` would have in 8 bits.
+        UsageError: the model is an encoder-decoder, has latent attention of a form that is not known, sparse latent
+            attention or cross-attention, or has no layer that `FP8Cache` would have in 8 bits.
     """
     if _checked(config).is_encoder_decoder:
         raise UsageError(
@@ -153,10 +165,15 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
     if not configs or not hasattr(configs[0], "num_attention_heads"):
         raise UsageError(f"{config.model_type!r} is not a decoder with layers of attention. {_USE_DYNAMIC}")
     ranks = [rank for layer in configs if (rank := getattr(layer, "kv_lora_rank", None)) is not None]
-    if ranks:
+    if ranks and hasattr(type(config), "index_topk"):  # of the class: an instance may have any attribute
         raise UsageError(
-            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={ranks[0]}): it caches latents, or K "
-            f"and V of different sizes. fp8attn needs K and V of one shape. {_USE_DYNAMIC}"
+            f"{config.model_type!r} has sparse latent attention: it chooses the keys of each query (index_topk), and "
+            f"fp8_kv attends to all. {_USE_DYNAMIC}"
+        )
+    if ranks and not caches_latents(config):
+        raise UsageError(
+            f"{config.model_type!r} has multi-head latent attention (kv_lora_rank={ranks[0]}) of a form that fp8attn "
+            f"does not know: its layers do not cache latents, or have no expand_kv. {_USE_DYNAMIC}"
         )
     if cross := getattr(config, "cross_attention_layers", None):
         raise UsageError(
@@ -177,6 +194,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
             *heads[id(layer), kind],
             keywords["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None,
             keywords,
+            getattr(layer, "kv_lora_rank", None),
         )
         for kind, keywords, layer in zip(kinds, options, configs, strict=True)
     ]
@@ -190,7 +208,11 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
 
 
 def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
-    """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer of this kind with this config."""
+    """`(num_q_heads, num_kv_heads, head_dim)` of an attention layer of this kind with this config. Of latents, those of
+    absorbed attention.
+    """
+    if (rank := getattr(config, "kv_lora_rank", None)) is not None:
+        return config.num_attention_heads, 1, rank + config.qk_rope_head_dim
     heads, kv_heads, head_dim = (
         config.num_attention_heads,
         getattr(config, "num_key_value_heads", None),
@@ -222,6 +244,14 @@ def calls_attention_interface(config: PreTrainedConfig) -> bool:
     itself.
     """
     return getattr(MODEL_MAPPING.get(type(config), None), "_can_set_attn_implementation", lambda: True)()
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether the attention of the model with this decoder's config caches latents in the form that all of
+    transformers' models with `expand_kv` have: `cache.update(latent, key with RoPE)`, then `expand_kv` of both.
+    """
+    code = inspect.getmodule(MODEL_MAPPING.get(type(config), None))
+    return any(hasattr(each, "expand_kv") for each in vars(code).values()) if code is not None else False
 
 
 def cache_keyword(model: Any) -> str:

@@ -72,9 +72,14 @@ class FP8Layers:
     paged: PagedKVCache
 
     def __init__(
-        self, config: PreTrainedConfig, options: CacheOptions, window: int | None, device: torch.device
+        self,
+        config: PreTrainedConfig,
+        options: CacheOptions,
+        spec: PageSpec,
+        window: int | None,
+        device: torch.device,
     ) -> None:
-        self.config, self.options, self.window, self.device = config, options, window, device
+        self.config, self.options, self.spec, self.window, self.device = config, options, spec, window, device
         self.reading = Reading(options.backend, options.exact, options.batch_invariant, window)
         self.layers: list[FP8Layer] = []
         self.unused = True
@@ -85,10 +90,10 @@ class FP8Layers:
         first = self.layers[0]
         means = [mean for layer in self.layers for mean in (layer.k_mean, layer.v_mean) if mean is not None]
         # Means are of the layer as it is, with a share of the heads where tensor parallelism divides them.
-        heads, head_dim = means[0].shape if means else (first.spec.num_kv_heads, first.spec.head_dim)
+        heads = len(means[0]) if means else first.spec.num_kv_heads
         device = torch.device("cpu") if self.device.type == "meta" else self.device
-        x = torch.empty(1, heads, 0, head_dim, device=device)
-        self.make(first.index, x, x)
+        k, v = (torch.empty(1, heads, 0, width, device=device) for width in self.spec.widths)
+        self.make(first.index, k, v)
         self.unused = True
 
     @torch.compiler.disable(reason=UNCOMPILED)
@@ -99,8 +104,9 @@ class FP8Layers:
             ValueError: no kernel takes the shape.
         """
         self.unused = False
-        options = self.options
-        spec = PageSpec(key_states.shape[-1], value_states.shape[-1], codec_of(options.key_dtype))
+        options, spec = self.options, self.spec
+        if not spec.v_in_k:  # an append refuses other latents
+            spec = PageSpec(key_states.shape[-1], value_states.shape[-1], spec.k)
         if spec.refusal is not None:
             raise ValueError(
                 f"layer {index} has a K of head_dim {spec.k_dim} and a V of {spec.v_dim}: {spec.refusal}. "
@@ -108,21 +114,22 @@ class FP8Layers:
                 f"cache"
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
+        factors = [layer.factor for layer in self.layers]
         scales = [layer.scales for layer in self.layers if layer.scales is not None]
         means = [mean for layer in self.layers for mean in (layer.k_mean, layer.v_mean)]
         if any(mean is not None for mean in means):  # zeros for the others: all layers then have the same kernels
             means = [torch.zeros(num_kv_heads, head_dim) if mean is None else mean for mean in means]
         self.paged = PagedKVCache(
             num_kv_heads,
-            head_dim,
+            spec,
             num_layers=len(self.layers),
             num_seqs=batch,
             max_seqlen=options.max_cache_len,
             window=self.window,
-            key_dtype=options.key_dtype,
             rotate_keys=[layer.rotate_keys for layer in self.layers],
             k_mean=means[::2],
             v_mean=means[1::2],
+            factor=factors,
             scales=scales or None,
             device=key_states.device,
             backend=options.backend,
@@ -156,13 +163,17 @@ class FP8Layers:
             return self.paged
         paged = self.paged
         batch, num_kv_heads, _, head_dim = key_states.shape
-        same = (num_kv_heads, head_dim, key_states.device) == (paged.num_kv_heads, paged.head_dim, paged.device)
+        same = (num_kv_heads, head_dim, key_states.device) == (
+            paged.num_kv_heads,
+            paged.spec.widths[0],
+            paged.device,
+        )
         if not same or self.options.max_cache_len is not None or paged.num_pages:
             raise ValueError(
-                f"this cache holds {paged.num_seqs} sequences of {paged.num_kv_heads} KV heads of {paged.head_dim}, on "
-                f"{paged.device}; layer {index} got K {tuple(key_states.shape)} on {key_states.device}. Use a new "
-                f"FP8Cache for another batch, device or model. Layers of another shape than the model's config says "
-                f"stay in 16 bits with FP8Cache(model, skip_layers=[{index}, ...])"
+                f"this cache holds {paged.num_seqs} sequences of {paged.num_kv_heads} KV heads of "
+                f"{paged.spec.widths[0]}, on {paged.device}; layer {index} got K {tuple(key_states.shape)} on "
+                f"{key_states.device}. Use a new FP8Cache for another batch, device or model. Layers of another shape "
+                f"than the model's config says stay in 16 bits with FP8Cache(model, skip_layers=[{index}, ...])"
             )
         paged.select([0] * batch)
         return paged
@@ -197,6 +208,8 @@ class FP8Layer(CacheLayerMixin):
         shared: the layers of this shape. The new layer gets the next number in it.
         scales, rotate_keys: as `PagedKVCache` takes them.
         biases: of the layer, whose means are subtracted.
+    Attributes:
+        factor: of the blocks of latents, as `PagedKVCache` takes it. None: one.
     """
 
     is_sliding = False
@@ -216,6 +229,7 @@ class FP8Layer(CacheLayerMixin):
         self.is_compileable = shared.options.max_cache_len is not None
         self.scales, self.rotate_keys = scales, rotate_keys
         self.k_mean, self.v_mean = biases.k_mean, biases.v_mean
+        self.factor: torch.Tensor | None = None
         shared.layers.append(self)
 
     @property
@@ -238,12 +252,14 @@ class FP8Layer(CacheLayerMixin):
         """Quantize and append new tokens, and return K and V of all tokens.
 
         Args:
-            key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens.
+            key_states, value_states: `[B, num_kv_heads, S, head_dim]`, the new tokens. Latents and their keys with RoPE
+                have one head.
         Returns:
             K and V `[B, num_kv_heads, length, head_dim]`. In the static form, `length` is `max_cache_len`, and values
             past the tokens are zero. A layer with a window returns those of its queries' windows, as transformers'
             growing layers do. They are `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain
-            dequantized tensors.
+            dequantized tensors. The first tokens of latents are returned as they are: the model expands them, and
+            attends over exact K and V.
         Raises:
             RuntimeError: an input requires a gradient.
             ValueError: the batch, number of heads or head_dim has changed.
@@ -252,10 +268,11 @@ class FP8Layer(CacheLayerMixin):
         key_states, value_states = autocast(key_states, value_states)
         paged = shared.paged
         batch, heads, _, head_dim = key_states.shape
-        if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.head_dim) or (
+        if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.spec.widths[0]) or (
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
+        expands = paged.spec.v_in_k and key_states.shape[2] > 1 and self._begins(paged)
         paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         pages = paged.appended(self.slot)
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
@@ -263,10 +280,12 @@ class FP8Layer(CacheLayerMixin):
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
         length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
+        if expands:
+            return key_states, value_states
         if shared.implementation == ATTN_IMPLEMENTATION:
-            shape, dtype = (batch, heads, length, head_dim), key_states.dtype
-            reading = shared.reading
-            return PagedTensor(pages, "k", shape, dtype, reading), PagedTensor(pages, "v", shape, dtype, reading)
+            k_shape, v_shape = (batch, heads, length, head_dim), (batch, heads, length, value_states.shape[3])
+            dtype, reading = key_states.dtype, shared.reading
+            return PagedTensor(pages, "k", k_shape, dtype, reading), PagedTensor(pages, "v", v_shape, dtype, reading)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
             warnings.warn(
@@ -279,6 +298,10 @@ class FP8Layer(CacheLayerMixin):
         return dequantize(pages, "k", length, key_states.dtype, last), dequantize(
             pages, "v", length, key_states.dtype, last
         )
+
+    def _begins(self, paged: PagedKVCache) -> bool:
+        """Whether the host knows that this layer holds no tokens yet."""
+        return not (torch.compiler.is_compiling() or paged.is_unseen) and paged.length_of(self.slot) == 0
 
     # Sizes, for transformers
 

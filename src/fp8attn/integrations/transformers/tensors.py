@@ -17,7 +17,7 @@ from ...params import BackendName
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = {
     "_pool": "pool", "_page_table": "page_table", "_cache_seqlens": "cache_seqlens",
-    "_stored_k_mean": "format.stored_k_mean", "_v_mean": "format.v_mean",
+    "_stored_k_mean": "format.stored_k_mean", "_v_mean": "format.v_mean", "_factor": "format.factor",
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def dequantize(
         dtype: the dtype of the result. The arithmetic is FP32.
         last: return the last tokens, of layers with a window, whose first pages were given back. False: the first ones.
     Returns:
-        `[num_seqs, num_kv_heads, length, head_dim]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
+        `[num_seqs, num_kv_heads, length, channels]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
     ids = pages.page_table[:, : -(-length // PAGE_SIZE)].long()
     lengths = pages.cache_seqlens[:, None].long()
@@ -93,7 +93,7 @@ class PagedTensor(torch.Tensor):
         self.pages, self.which, self.reading = pages, which, reading
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
-    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean = (
+    _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean, _factor = (
         property(attrgetter(f"pages.{name}")) for name in _TENSORS.values()
     )
     _spec, _rotate = (property(attrgetter(f"pages.format.{x}")) for x in ("name", "rotate"))
@@ -120,7 +120,7 @@ class PagedTensor(torch.Tensor):
         outer_stride: Sequence[int],
     ) -> PagedTensor:
         spec, rotated, which, dtype, reading = context
-        format = KVFormat(spec, rotated, inner.get("_stored_k_mean"), inner.get("_v_mean"))
+        format = KVFormat(spec, rotated, *(inner.get(name) for name in ("_stored_k_mean", "_v_mean", "_factor")))
         pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], format)
         return cls(pages, which, outer_size, dtype, reading)
 
@@ -136,6 +136,6 @@ def pages_of(x: PagedTensor) -> KVPages:
     """The pages of `x`. This is a function and reads tensors, because Dynamo does not trace methods of a tensor
     subclass, and of its attributes traces only tensors."""
     if torch.compiler.is_compiling():
-        format = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean)
+        format = KVFormat(x._spec, x._rotate, x._stored_k_mean, x._v_mean, x._factor)
         return KVPages.trusted(x._pool, x._page_table, x._cache_seqlens, format)
     return x.pages

@@ -38,6 +38,8 @@ def read_weights(
     model: PreTrainedModel, specs: list[LayerSpec], options: CacheOptions, scales: KVScales | None
 ) -> Weights:
     """Read the weights of a model with layers of `specs`, for a cache with these options and calibrated scales."""
+    if any(spec.rank is not None for spec in specs):  # latents have no biases, and are always rotated
+        return Weights({}, set(), [])
     k_means = {} if scales is None else {index: layer.k_mean for index, layer in scales.layers.items()}
     biases = layer_biases(model, options.max_cache_len, k_means)
     unrotated: set[int] = set()

@@ -28,6 +28,7 @@ from ...formats.spec import PageSpec, spec_of
 from ...pages import KVPages
 from ...params import Append
 from ..common import power_of_two
+from ..latent import append_latents
 from ..launch import MAX_GRID, Constants, ConstexprFields, launch, make_constants
 from ..machine import machine
 from .page import page_kernel
@@ -48,6 +49,9 @@ def append(pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) ->
         return
     device, num_tokens, num_seqs = k.device, k.shape[0], pages.page_table.shape[0]
     heads, format = pages.num_kv_heads, pages.format
+    if format.spec.v_in_k:
+        append_latents(pages, k, v, options)
+        return
     stored = format.name, format.rotate, machine(device).native_e4m3, static_scales, advance
     tensors = pages.pool, format.stored_k_mean, format.v_mean, pages.page_table, pages.cache_seqlens, cu_seqlens
     k_strides, v_strides = k.stride()[:2], v.stride()[:2]

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 
 from ..codec import finite, pack_e4m3, round_to, round_to_codes
-from ..common import GROUP, PAGE, slot_of
+from ..common import GROUP, PAGE, new_tokens, slot_of
 from ..launch import MAX_GRID
 from ..rotation import hadamard
 from .rows import channels, load_halves, load_lanes, load_rows, quarters, store_rows
 from .settle import bits_of, float_of, no_maxima, settle_page, with_maxima
-from .slot import codes_ptr_of, launch_dependents, new_tokens, word_token
+from .slot import codes_ptr_of, launch_dependents, word_token
 
 _MAX_GRID = tl.constexpr(MAX_GRID)
 

@@ -40,24 +40,6 @@ def word_token(word):
 
 
 @triton.jit
-def new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen, ADVANCE: tl.constexpr):
-    """The index of a sequence's first new token, and the number of its new tokens.
-
-    If the lengths count the new tokens already, a sequence that is shorter than its new tokens is padding of the batch,
-    and has none.
-    """
-    if cu_seqlens_ptr is None:
-        start = seq * max_seqlen
-        new = max_seqlen
-    else:
-        start = tl.load(cu_seqlens_ptr + seq)
-        new = tl.load(cu_seqlens_ptr + seq + 1) - start
-    if not ADVANCE:
-        new = tl.where(new > tl.load(seqlens_ptr + seq), 0, new)
-    return start, new
-
-
-@triton.jit
 def round_again(x, before, factor, CODES: tl.constexpr, CLAMP: tl.constexpr):
     """Round the rows `before [N, 1]` of `x * factor` to codes, as FP32 numbers (`Codec.encode`). The other rows of
     `x [N, C]` do not change. Without CLAMP, all values are in the range of codes.

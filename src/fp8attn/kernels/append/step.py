@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ..codec import finite, inverse, needed_scale, to_codes, with_headroom
-from ..common import GROUP, PAGE, slot_of, v_position
+from ..common import GROUP, PAGE, new_tokens, slot_of, v_position
 from ..rotation import hadamard
 from .rows import load_halves, load_rows, store_rows
-from .slot import codes_ptr_of, launch_dependents, new_tokens, rescale, round_again, scale_ptr_of, store_scale
+from .slot import codes_ptr_of, launch_dependents, rescale, round_again, scale_ptr_of, store_scale
 
 MAX_PROGRAMS = 64  # for one sequence
 
