@@ -107,7 +107,8 @@ MODEL_TYPES = {
     "Llama 3": "llama", "Qwen 2.5": "qwen2", "Qwen 3": "qwen3", "Qwen 3.5": "qwen3_5_text", "Gemma 2": "gemma2",
     "Gemma 3": "gemma3_text",
     "Gemma 4": "gemma4_text", "Mistral": "mistral", "Phi 4": "phi3", "GLM 4": "glm4", "gpt-oss": "gpt_oss",
-    "DeepSeek V3": "deepseek_v3", "Kimi": "kimi_linear", "GLM 5": "glm_moe_dsa",
+    "DeepSeek V3": "deepseek_v3", "Kimi": "kimi_linear", "GLM 5": "glm_moe_dsa", "DeepSeek V3.2": "deepseek_v32",
+    "Hunyuan 4": "hy_v4",
 }  # fmt: skip
 
 

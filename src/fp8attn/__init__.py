@@ -16,6 +16,7 @@ from .dense import (
 from .errors import UsageError
 from .formats.page_layout import PAGE_SIZE
 from .formats.rope import apply_rope
+from .formats.spec import PageSpec
 from .integrations.warmup import warmup
 from .mode import AttentionCall, AttentionPolicy, AttentionReport, fp8_attention
 from .ops import append, attention, from_dense
@@ -39,6 +40,7 @@ __all__ = [
     "KVScales",
     "LayerScales",
     "OutOfPagesError",
+    "PageSpec",
     "PagedKVCache",
     "UsageError",
     "append",
