@@ -94,6 +94,12 @@ def round_to(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
         return tl.where(x != x, 0x7FC0, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
+@triton.jit
+def to_int8(x):
+    """FP32 of magnitudes up to 127.5 to INT8 bytes: to nearest, ties to even."""
+    return (x + ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+
+
 # By codec
 
 
@@ -111,7 +117,7 @@ def clamp(x, CODEC: tl.constexpr):
 def round_to_codes(x, CODEC: tl.constexpr, NATIVE: tl.constexpr):
     """Bytes of the codes of values from `clamp`: rounded to nearest, ties to even."""
     if CODEC.is_integer:
-        return (x + ROUND).to(tl.int32, bitcast=True).to(tl.uint8)
+        return to_int8(x)
     else:
         return to_e4m3(x, NATIVE)
 

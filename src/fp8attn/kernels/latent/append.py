@@ -4,13 +4,11 @@ import triton
 import triton.language as tl
 
 from ...formats import latent
-from ...formats.codec import INT8
-from ..codec import magnitude, to_codes
+from ..codec import magnitude, to_int8
 from ..common import PAGE, new_tokens
 from ..rotation import hadamard
 
 _BLOCK = tl.constexpr(latent.BLOCK)
-_INT8 = tl.constexpr(INT8)
 _MOST_CODE = tl.constexpr(latent.MOST_CODE)
 _MOST_ROPE = tl.constexpr(latent.MOST_ROPE)
 
@@ -22,7 +20,8 @@ def quantize(x, NATIVE: tl.constexpr):
     amax = magnitude(y, NATIVE)
     scale = tl.where(amax < float("inf"), tl.div_rn(amax, tl.full(amax.shape, _MOST_CODE, tl.float32)), float("nan"))
     each = tl.broadcast_to(scale[:, None], y.shape)
-    return to_codes(tl.where(each > 0, tl.div_rn(y, each), 0.0), _INT8, NATIVE), scale
+    ratio = tl.minimum(tl.maximum(tl.div_rn(y, each), -_MOST_CODE), _MOST_CODE)
+    return to_int8(tl.where(each > 0, ratio, 0.0)), scale
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads", "blocks"])
