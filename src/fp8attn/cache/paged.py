@@ -247,7 +247,9 @@ class PagedKVCache:
                 ops.run_append(target, pages, k, v, options)
         except BaseException:
             if not step.pages:  # no layer has the tokens
-                self.steps.abandon()
+                if step.before is not None:
+                    self.table.truncate(step.before)
+                self.steps.last = None
             raise
         step.pages[layer] = pages
 

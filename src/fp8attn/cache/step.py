@@ -101,12 +101,6 @@ class Steps:
             )
         return step
 
-    def abandon(self) -> None:
-        """End the last step, whose first layer has failed."""
-        if self.last is not None and self.last.before is not None:
-            self.table.truncate(self.last.before)
-        self.last = None
-
     def _begin(self, num_tokens: int, lengths: Sequence[int] | None) -> Step:
         """A new step: reserve pages for all layers, and update the lengths on the host."""
         table, new = self.table, self._divide(num_tokens, lengths)
