@@ -102,15 +102,14 @@ def _sums(
         sums of weights times stored latents, in the rotated basis `[num_kv_heads, group, S, rank]`; sums of weights and
         largest scores `[num_kv_heads, group, S]`. A row that sees no key has 0, 0 and 0.
     """
-    shape, rank = q.shape[:-1], pages.spec.v_dim
+    shape, rank, stored = q.shape[:-1], pages.spec.v_dim, latent_of(pages.pool, pages.format.layout)
     rows = q.flatten(1, 2)  # [Hkv, G * S, rank + rope]
     y, total, largest = q.new_zeros(*shape, rank), q.new_zeros(shape), q.new_full(shape, -torch.inf)
     for begin in range(keys.start // PAGE_SIZE * PAGE_SIZE, keys.stop if keys else 0, KEY_BLOCK):
         first, stop = max(begin, keys.start), min(begin + KEY_BLOCK, keys.stop)
         ids = table[begin // PAGE_SIZE : -(-stop // PAGE_SIZE)].long()
         codes, rope, scales = (
-            x.transpose(0, 1).flatten(1, 2)[:, first - begin : stop - begin].to(q.dtype)
-            for x in latent_of(pages.pool[ids], pages.format.layout)
+            x[ids].to(q.dtype).transpose(0, 1).flatten(1, 2)[:, first - begin : stop - begin] for x in stored
         )  # [Hkv, keys, ...]
         key = torch.arange(first, stop, device=q.device)
         scores = (rows[..., :rank] @ codes.mT) * scales[:, None] + rows[..., rank:] @ rope.mT

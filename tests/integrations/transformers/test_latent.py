@@ -100,9 +100,10 @@ def test_the_factor_of_blocks_comes_from_the_norm(monkeypatch):
     kept = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
     for module in latent_modules(model):
         weight = module.kv_a_layernorm.weight.data.clone()
-        module.kv_a_layernorm.weight.data.fill_(1.0)
-        assert factor_of(module) is None
+        module.kv_a_layernorm.weight.data[128:] = 0.0
+        torch.testing.assert_close(factor_of(module), torch.tensor([[0.1, 1.0]]))
         module.kv_a_layernorm.weight.data.copy_(weight)
+    assert factor_of(make().to("meta").model.layers[0].self_attn) is None
     monkeypatch.setattr("fp8attn.integrations.transformers.cache.factor_of", lambda module: None)
     assert relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:]) > 3 * kept
 

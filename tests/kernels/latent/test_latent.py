@@ -145,6 +145,18 @@ def test_a_nan_is_for_the_rows_that_see_it():
     torch.testing.assert_close(out[:15].float(), ref[:15].float(), rtol=2**-9, atol=2e-3)
 
 
+def test_a_cache_runs_these_kernels():
+    """Prompts and steps of `PagedKVCache`, of which nothing is compiled ahead."""
+    ours, theirs = (fp8attn.PagedKVCache(1, SPEC, num_seqs=2, backend=name) for name in ("triton", "reference"))
+    for n in (140, 1, 1):
+        x, q = tokens(2 * n, SPEC, torch.bfloat16), torch.randn(2 * n, 4, 288).bfloat16()
+        ours.append(0, *x), theirs.append(0, *x)
+        outs = [cache.attention(0, q, softmax_scale=SCALE) for cache in (ours, theirs)]
+        torch.testing.assert_close(*outs, rtol=2**-6, atol=4e-3)
+    for a, b in zip(ours.read(0, 1), theirs.read(0, 1), strict=True):
+        assert torch.equal(a, b) and len(a) == 142
+
+
 def test_the_doors():
     """The public functions run these kernels, and rows behind the last sequence are zeros."""
     pages, (x, rope) = empty([9, 9], SPEC), tokens(18, SPEC, torch.float16)

@@ -16,7 +16,7 @@ from ..._torch_ops import resolve
 from ...checks import check_tensor
 from ...dense.sdpa import autocast
 from ...params import AttentionParams
-from .latent import absorb, expand, is_installed
+from .latent import absorb, expand
 from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
 
@@ -68,7 +68,7 @@ def fp8_kv_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
-        if is_installed(module):
+        if "expand_kv" in vars(module):  # `latent.install` has replaced it
             if softcap is not None or s_aux is not None:
                 raise ValueError(f"{_in_fp8(module)} as latents, whose attention has no softcap and no sinks (s_aux)")
             scaling = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -81,7 +81,7 @@ def fp8_kv_attention(
     # here.
     key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
     compact = isinstance(attention_mask, CompactMask)
-    if attention_mask is not None and not compact and is_installed(module):  # a prompt beside a static cache
+    if attention_mask is not None and not compact and "expand_kv" in vars(module):  # a prompt beside a static cache
         attention_mask = attention_mask[..., : key.shape[2]]
     if (
         not compact
@@ -198,7 +198,7 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
             f"layers in 16 bits (FP8Cache(model, skip_layers=[...])), or read the same cache dequantized: "
             f"model.set_attn_implementation('sdpa' or 'eager')"
         )
-    if is_installed(module):  # new forms of latent attention come with new keywords
+    if "expand_kv" in vars(module):  # new forms of latent attention come with new keywords
         raise ValueError(f"{_in_fp8(module)} as latents and is called with {', '.join(used)}, unknown to fp8attn")
     if not torch.compiler.is_compiling() and (new := sorted(set(used) - _warned)):
         _warned.update(new)

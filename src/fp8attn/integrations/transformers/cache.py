@@ -115,9 +115,10 @@ class FP8Cache(Cache):
         skipped = in_16_bits if skip_layers is None else skip_layers
         devices = layer_devices(model, len(specs))
         self._take(model, specs, options, make_layers(model, specs, options, scales, weights, skipped, devices))
-        for module in latent_modules(model):
-            if isinstance(layer := self.layers[module.layer_idx], FP8Layer):
-                layer.factor = factor_of(module)
+        latents = {module.layer_idx: module for module in latent_modules(model)}
+        for layer in self.layers:
+            if isinstance(layer, FP8Layer) and layer.index in latents:
+                layer.factor = factor_of(latents[layer.index])
         warn_unread(model, weights, [i for i in self.fp8_layers if self.layers[i].scales is None])
         if skip_layers is None:
             warn_losing(model, weights, in_16_bits, options)

@@ -37,11 +37,6 @@ def install(model: PreTrainedModel) -> None:
         module.expand_kv = MethodType(_expand_kv, module)
 
 
-def is_installed(module: Attention) -> bool:
-    """Whether `install` has changed a module."""
-    return "expand_kv" in vars(module)
-
-
 def _expand_kv(
     module: Attention, latent: torch.Tensor, rope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -87,12 +82,11 @@ def expand(module: Attention, out: torch.Tensor) -> torch.Tensor:
 
 
 def factor_of(module: Attention) -> torch.Tensor | None:
-    """`[1, rank / 128]` float32: how large the blocks of a latent are, by the weight of the norm that makes it. None:
-    equally large, or the weight is not loaded.
+    """`[1, rank / 128]` float32: how large the blocks of a latent are, by the weight of the norm that makes it; one for
+    a block whose weight does not say. None: the weight is not loaded. It does not wait for the GPU.
     """
     weight = module.kv_a_layernorm.weight
     if weight.is_meta:
         return None
     factor = weight.detach().float().unflatten(0, (-1, BLOCK)).square().mean(-1).sqrt()
-    usable = bool((factor.isfinite() & (factor > 0)).all()) and bool((factor != factor[0]).any())
-    return factor[None] if usable else None
+    return torch.where(factor.isfinite() & (factor > 0), factor, 1.0)[None]

@@ -77,7 +77,7 @@ def config(rank: int, rows: int, shared_memory: int) -> tuple[int, int, int]:
     The accumulator and a tile's product share the registers, and the queries and a tile's codes in FP16 the shared
     memory of a program.
     """
-    most = max(16, min(64, 16384 // rank)) if shared_memory >= 160_000 else 16
+    most = max(16, min(32, 16384 // rank)) if shared_memory >= 160_000 else 16
     return max(16, min(most, power_of_two(rows))), 32 if rank <= 512 else 16, 8 if rank >= 256 else 4
 
 
