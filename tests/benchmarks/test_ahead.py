@@ -28,7 +28,7 @@ with recording(dry=True):
 
 def test_every_case_can_be_recorded():
     """Each case selects the kernels of a Hopper GPU, and `overhead` makes its calls."""
-    names = "prefill", "decode", "sdpa", "append", "accuracy", "engine"
+    names = "prefill", "decode", "sdpa", "append", "accuracy", "engine", "latent"
     rows = [line.split() for line in compiling.run("-c", DRY, *names).splitlines()]
     assert {name for name, *_ in rows} == {*names, "overhead"} and all(
         kernels for _, _, impl, *kernels in rows if impl != "inputs"

@@ -11,6 +11,9 @@ from .warp import DTYPES, Warp
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 E4M3_TO_F16 = E4M3.astype(np.float16).view(np.uint16)
 COMPARISONS = {
+    "leu": lambda a, b: ~(a > b), "ltu": lambda a, b: ~(a >= b), "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b), "neu": np.not_equal, "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "nan": lambda a, b: np.isnan(a) | np.isnan(b), "equ": lambda a, b: ~((a < b) | (a > b)),
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 
@@ -86,6 +89,9 @@ def _integer(warp: Warp, opcode: list[str], operands: list[str], x: list[np.ndar
             picked = np.take_along_axis(pool, (places & 7).astype(np.int64), 1)
             picked = np.where(places & 8, np.where(picked & 0x80, 0xFF, 0), picked).astype(np.uint8)  # its sign alone
             return picked.view(np.uint32)[:, 0]
+        case "dp4a":
+            a, b = (np.ascontiguousarray(v).view(np.uint8).reshape(32, 4).astype(np.uint32) for v in x[:2])
+            return ((a * b).sum(1, dtype=np.uint32) + x[2]).astype(np.uint32)
         case "popc":
             return np.array([int(v).bit_count() for v in x[0]], np.uint32)
     raise NotImplementedError(".".join(opcode))
@@ -192,6 +198,8 @@ def cvt(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
         out = rounded(warp.get(operands[1], "f32"), to)
     elif source in ("f16", "bf16"):
         out = widened(warp.get(operands[1], "b16"), source)
+    elif "rpi" in opcode:
+        out = np.ceil(warp.get(operands[1], source)).astype(DTYPES[to])
     else:
         out = warp.get(operands[1], source).astype(DTYPES[to])
     warp.put(operands[0], out, mask)

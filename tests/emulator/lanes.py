@@ -55,9 +55,11 @@ def stmatrix(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarra
     assert active.all() and "trans" not in opcode, opcode
     sources = elements(operands[1])
     matrices = _rows(warp, operands[0], len(sources))
-    warp.cta.order.store(warp.index, matrices[..., ::4].ravel() >> 2)
+    at, numbers = matrices[..., ::4].ravel() >> 2, warp.cta.shared.view(np.uint32)
+    before = numbers[at]
     for source, rows in zip(sources, matrices, strict=True):
         warp.cta.shared[rows] = np.ascontiguousarray(warp.get(source, "b32")).view(np.uint8).reshape(8, 16)
+    warp.cta.order.store(warp.index, at, numbers[at] != before)
 
 
 def _rows(warp: Warp, operand: str, matrices: int) -> np.ndarray:
@@ -69,6 +71,12 @@ def _rows(warp: Warp, operand: str, matrices: int) -> np.ndarray:
     return (address[:, None] + np.arange(16)).reshape(matrices, 8, 16)
 
 
+def vote(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
+    assert opcode[2] == "any" and active.all(), opcode
+    warp.put(operands[0], np.full(32, warp.get(operands[1], "pred").any()), mask)
+
+
 INSTRUCTIONS = {
+    "vote": vote,
     "shfl": shfl, "redux": redux, "elect": elect, "movmatrix": movmatrix, "ldmatrix": ldmatrix, "stmatrix": stmatrix,
 }  # fmt: skip

@@ -11,12 +11,15 @@ from .machine import Machine
 from .memory import Memory, TensorMap
 
 
-def emulate(launch: Launch, late: tuple[int, ...] = (), written_before: tuple[torch.Tensor, ...] = ()) -> int:
+def emulate(
+    launch: Launch, late: tuple[int, ...] = (), written_before: tuple[torch.Tensor, ...] = (), seed: int = 0
+) -> int:
     """Run the launch. Its tensors then hold what a GPU would have written.
 
     Args:
         late: warps that fall behind all others again and again.
         written_before: tensors that the launch before this one writes: they are NaN until a warp waits for its end.
+        seed: of the order of warps.
     Returns:
         How many counters were not left zero.
     """
@@ -47,5 +50,6 @@ def emulate(launch: Launch, late: tuple[int, ...] = (), written_before: tuple[to
     for tensor in written_before:
         memory.withhold(address(tensor), tensor.nbytes)
     scratch = 0, 0  # Triton's own two parameters
-    Machine(kernel.asm["ptx"], kernel.metadata.shared, memory, [*arguments, *scratch], launch.grid[0]).run(late=late)
+    arguments = [*arguments, *scratch]
+    Machine(kernel.asm["ptx"], kernel.metadata.shared, memory, arguments, launch.grid[0], seed).run(late=late)
     return sum(int(x.count_nonzero()) for x in counters)

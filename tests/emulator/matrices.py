@@ -62,10 +62,12 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
     if opcode[1] != "mma_async":
         return
     integers = {"s8": np.int8, "u8": np.uint8}
-    assert (opcode[5] == "s32" and set(opcode[6:]) <= set(integers)) or (
-        opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"]
+    assert (
+        (opcode[5] == "s32" and set(opcode[6:]) <= set(integers))
+        or (opcode[5:] == ["f32", "e4m3", "e4m3"] and operands[4:] == ["1", "1"])
+        or opcode[5:] == ["f32", "f16", "f16"]
     ), opcode
-    columns = int(re.fullmatch(r"m64n(\d+)k32", opcode[4])[1])
+    columns = int(re.fullmatch(r"m64n(\d+)k(?:32|16)", opcode[4])[1])  # 32 bytes of each row
     if operands[1][0] == "{":
         registers = np.stack([warp.get(x, "b32") for x in elements(operands[1])]).view(np.uint8)
         left = (
@@ -79,6 +81,9 @@ def wgmma(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, 
             x.view(integers[kind]).astype(np.float64) for x, kind in zip((left, right), opcode[6:], strict=True)
         )
         product = (left @ right.T).astype(np.int32)
+    elif opcode[6] == "f16":
+        left, right = (np.ascontiguousarray(x).view(np.float16).astype(np.float32) for x in (left, right))
+        product = left @ right.T
     else:
         product = E4M3[left] @ E4M3[right].T
     product = product.reshape(2, 8, columns // 8, 4, 2).transpose(2, 0, 4, 1, 3).reshape(columns // 2, 32)

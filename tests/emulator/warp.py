@@ -166,5 +166,5 @@ def _constant(text: str, kind: str) -> np.ndarray:
 
 @cache
 def _address(text: str) -> tuple[str, int]:
-    base, sign, offset = re.match(r"\[\s*([%$\w.]+)\s*(?:([+-])\s*(\d+))?\s*\]", text).groups()
-    return base, int(sign + offset) if sign else 0
+    base, offset = re.match(r"\[\s*([%$\w.]+)\s*(?:\+?\s*(-?\s*\d+))?\s*\]", text).groups()
+    return base, int(offset.replace(" ", "")) if offset else 0

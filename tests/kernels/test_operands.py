@@ -184,3 +184,13 @@ def test_a_text_that_fails_the_checks_is_assembled_as_triton_made_it(found):
     assert found["unsafe"]["note"] == "planted" and found["unsafe"]["copies"] == found["plain"]["copies"]
     assert "prefill is slower than it could be: planted" in found["warning"]
     assert "may overwrite operands of running products" in found["old ptxas"]
+
+
+def test_products_of_registers_become_unsigned():
+    """Those whose left operand is in shared memory stay signed. A text without any is refused: its products are written
+    in a way that is not known."""
+    registers = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%r1,%r2}, {%r3,%r4}, %rd1, 1;"
+    shared = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {%r1,%r2}, %rd2, %rd1, 1;"
+    assert operands.unsigned_products(f"{registers}\n{shared}") == f"{registers.replace('s8.s8', 'u8.u8')}\n{shared}"
+    with pytest.raises(ValueError, match="no product of INT8 registers"):
+        operands.unsigned_products(shared)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mma_v2,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
 )
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as _wait_for_products
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
@@ -57,6 +58,7 @@ __all__ = [
     "sync",
     "tensor_descriptor",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]
 
@@ -114,7 +116,10 @@ class _Constructor(ConstexprFunction):
         return hashlib.sha256(f"{self.src} {self.fields}".encode()).hexdigest()
 
 
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv, torch.int8: gl.int8}
+_TYPES = {
+    torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, FP8: gl.float8e4nv,
+    torch.int8: gl.int8,
+}  # fmt: skip
 
 
 class Memory:

@@ -1,5 +1,5 @@
 """Lets `wgmma` read its operands where they are: left ones without the copies that Triton makes, right ones by 64-bit
-descriptors.
+descriptors. And lets it multiply unsigned bytes.
 
 **Copies.** Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530),
 because ptxas before 13.3 could overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas
@@ -13,7 +13,12 @@ constant half of each to its uniform register, between the products. `wide_descr
 so, and the others by adding a distance: one 64-bit addition writes both halves, as in Triton 3.6. Every value stays. A
 text of other instructions is left as it is.
 
-`direct_operands` does both to the PTX while Triton compiles a kernel, through Triton's hook on the stages of a
+**Unsigned bytes.** Gluon's integers have no sign, and its products of bytes are signed. `unsigned_products` renames
+those whose left operand is in registers, for the kernel of `latent` with one digit, with every Triton. That kernel
+keeps its copies, whose absence changes nothing, and its 32-bit descriptors: as 64-bit sums they are in registers of
+threads, of which it has too few.
+
+`direct_operands` does this to the PTX while Triton compiles a kernel, through Triton's hook on the stages of a
 compilation. The hook is part of the kernel's key in Triton's cache, in memory and on disk, even where it adds nothing:
 so it is set for all kernels of fp8attn, and every thread and process finds the same kernel. This file goes when Triton
 copies no more (docs/roadmap.md).
@@ -32,9 +37,9 @@ from typing import Any, Literal, NamedTuple
 import triton
 from triton import knobs
 
-Which = Literal[
-    "none", "sums", "all"
-]  # the products that read their operands directly; `sums`: those with eight columns
+# The products that read their operands directly; `sums`: those with eight columns. `unsigned`: none does, and those
+# with a left operand in registers multiply unsigned bytes.
+Which = Literal["none", "sums", "all", "unsigned"]
 
 # a change of `_rewritten` or what it calls needs another number
 KEY = "fp8attn: left operands of wgmma without copies, 3: "
@@ -94,7 +99,7 @@ def direct_operands(which: Which) -> Iterator[None]:
     """While this lasts, the kernel that this thread compiles or finds has no copies of the left operands of these
     products, and 64-bit descriptors of the right ones."""
     global _inside
-    if not copies_operands():
+    if not copies_operands() and which != "unsigned":
         yield
         return
     outer, runtime = getattr(_thread, "which", "none"), knobs.runtime
@@ -129,6 +134,8 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
     """The PTX to assemble. The metadata, which Triton keeps with the kernel, gets `NOTE`."""
     from triton.backends.nvidia.compiler import get_ptxas_version
 
+    if which == "unsigned":
+        return unsigned_products(ptx)
     release = ptxas_release(get_ptxas_version(backend.target.arch))
     metadata[NOTE] = DIRECT
     ptx = wide_descriptors(ptx)
@@ -141,6 +148,23 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
     except Unsafe as reason:
         metadata[NOTE] = str(reason)
         return ptx
+
+
+# Unsigned bytes
+
+_SIGNED = re.compile(r"(wgmma\.mma_async\S*\.s32)\.s8\.s8( \{[^}]*\}, \{)")
+
+
+def unsigned_products(ptx: str) -> str:
+    """PTX whose products of bytes in registers by bytes in shared memory are of unsigned bytes.
+
+    Raises:
+        ValueError: it has no such product. Then they are written in another way, and would stay signed.
+    """
+    ptx, count = _SIGNED.subn(r"\1.u8.u8\2", ptx)
+    if not count:
+        raise ValueError("the PTX has no product of INT8 registers to make unsigned; does fp8attn know this Triton?")
+    return ptx
 
 
 # Copies

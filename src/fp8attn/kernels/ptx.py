@@ -167,6 +167,30 @@ def arrive_at(address):
 
 
 @gluon.jit
+def meet_and_arrive_at(address):
+    """A thread of each warp arrives at the mbarrier at `address`, after all threads of its warp are here."""
+    gl.inline_asm_elementwise("bar.warp.sync -1;", "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
+    arrive_at(address)
+
+
+@gluon.jit
+def uniform(x):
+    """An int32 that all lanes of a warp have, in a form that ptxas keeps in uniform registers."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def uniform_zero():
+    """Zero, which the compiler does not know to be zero: what is computed from it is computed here, and not before a
+    loop."""
+    return gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, -1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def pin(x):
     """`x`, computed here and not later: a volatile move."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

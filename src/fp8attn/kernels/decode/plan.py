@@ -133,13 +133,18 @@ def count_workers(sms: int, ctas: int, row_tiles: int, heads: int) -> int:
     """Number of ranges that the work of one row tile is cut into, if each of `sms` SMs runs up to `ctas` CTAs.
 
     It is one for each SM. If there are so many heads that ranges share none, it is as many as run on all SMs. (If
-    ranges share heads, more ranges make more parts to combine.) It is a few less if sequences of one length are then
-    divided equally.
+    ranges share heads, more ranges make more parts to combine.)
     """
     for on_sm in range(ctas, 0, -1):
-        most = max(1, on_sm * sms // row_tiles)
-        even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
-        workers = max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))
+        workers = even_workers(on_sm * sms // row_tiles, heads)
         if workers <= heads:
             break
     return workers
+
+
+def even_workers(most: int, heads: int) -> int:
+    """The number of ranges of a list of `heads`: `most`, or a few less if heads of one length are then divided
+    equally."""
+    most = max(1, most)
+    even = [n for n in range(most - most // 16, most + 1) if n % heads == 0 or heads % n == 0]
+    return max(even, key=lambda n: n & -n) if even else max(most // 32 * 32, min(most, 32))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..common import HIDDEN, LN2, LOG2E
 from ..gluon import aggregate, fence_async_shared, gl, gluon, reinterpret, send, send_wait, sync, tensor_descriptor
+from ..memory import number
 from ..ptx import log2, pin, reciprocal
 from .items import BATCH, HEAD, TOKEN, channels_of_mean
 from .registers import ENDLESS
-from .ring import number
 from .softmax import WEIGHT_BITS
 
 

@@ -7,7 +7,7 @@ in two slots.
 from __future__ import annotations
 
 from ..gluon import aggregate, gl, gluon
-from .ring import number
+from ..memory import number
 
 # An item's fields, one int32 each. Its rows from FIRST on, and below COUNT, are queries.
 TILES, LAST, BATCH, TOKEN, COUNT, POSITION, LENGTH, HEAD, KV_HEAD, LEFT, _, FIRST = (gl.constexpr(i) for i in range(12))

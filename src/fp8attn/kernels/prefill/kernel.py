@@ -9,6 +9,7 @@ and names the case of `compile_prefill.py` that spills without it.
 from __future__ import annotations
 
 from ..gluon import fence_async_shared, gdc_wait, gl, gluon, mbarrier, reinterpret
+from ..memory import address_of, allocate_barriers, allocate_numbers
 from ..tiles import allocate_k, v_layout
 from .epilogue import PrefillOutput
 from .items import FIELDS, Items, Means
@@ -16,7 +17,7 @@ from .multiply import multiply
 from .plan import PrefillNumbers
 from .producer import PRODUCER_REGISTERS, PrefillSource, produce
 from .queries import PrefillQueries, store_signs
-from .ring import PrefillRing, address_of, allocate_barriers, allocate_numbers
+from .ring import PrefillRing
 from .schedule import PrefillBatch
 
 NUMBERS = (*PrefillNumbers._fields, "scale", "cap", "new_keys")

@@ -1,0 +1,78 @@
+"""FlashMLA, attention over latents: DeepSeek's kernel in BF16, and vLLM's dense one in E4M3 (`--kv-cache-dtype fp8` on
+Hopper), whose sums are in the tensor core over all tokens of a block. Only `benchmarks.latent` calls it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8attn.formats.codec import FP8
+
+from ..problem import DEVICE, Run, Shape
+from .peer import Call, Peer, Wheel, load_ops
+
+WHEEL = Wheel(
+    "vllm==0.26.0",
+    {"flashmla": "vllm/_flashmla_C.abi3.so", "flashmla_fp8": "vllm/_flashmla_extension_C.abi3.so"},
+)
+PAGE = 64  # tokens of its pages
+RANK = 512
+
+
+def _inputs(shape: Shape, q: torch.Tensor, latents: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Q `[batch, queries, heads, 576]`, the cache `[pages, 64, 1, 576]`, lengths and page table."""
+    if not shape.uniform or shape.dim != 576:
+        raise ValueError("measured in batches of one length, with latents of 512 channels and 64 of RoPE")
+    batch, length = len(shape.keys), shape.keys[0]
+    columns = -(-length // PAGE)
+    cache = torch.zeros(batch, columns * PAGE, shape.dim, dtype=dtype, device=DEVICE)
+    for seq in range(batch):
+        cache[seq, :length] = latents[seq * length : (seq + 1) * length, 0].to(dtype)
+    table = torch.arange(batch * columns, dtype=torch.int32, device=DEVICE).view(batch, columns)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
+    q = q.to(dtype).unflatten(0, (batch, -1)).contiguous()
+    return q, cache.view(-1, PAGE, 1, shape.dim), lengths, table
+
+
+def _run(shape: Shape, q: torch.Tensor, cache: torch.Tensor, call) -> Run:
+    def held(seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = cache.view(len(shape.keys), -1, 1, shape.dim)[seq, : shape.keys[seq]]
+        return rows, rows[..., :RANK]
+
+    return Run(lambda: call().flatten(0, 1), q.flatten(0, 1), held)
+
+
+def bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    """Its call over BF16 latents `k [tokens, 1, 576]`, whose first channels are `v`."""
+    ops = torch.ops._flashmla_C
+    q, cache, lengths, table = _inputs(shape, q, k, torch.bfloat16)
+    fixed = q, cache, RANK, lengths, table, shape.softmax_scale, shape.causal
+    _, _, meta, splits = ops.dense_decode_fwd(*fixed, None, None, None)
+    return _run(shape, q, cache, lambda: ops.dense_decode_fwd(*fixed, meta, splits, None)[0])
+
+
+def fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
+    """vLLM's call over the same latents in E4M3, with scales of 1. Its plan and Q's rounding are not timed."""
+    ops = torch.ops._flashmla_extension_C
+    q, cache, lengths, table = _inputs(shape, q, k, FP8)
+    meta, splits = ops.get_mla_decoding_metadata_dense_fp8(lengths, q.shape[1] * shape.q_heads, 1)
+    one = torch.ones(1, device=DEVICE)
+    return _run(shape, q, cache, lambda: ops.fwd_kvcache_mla_fp8(
+        q, cache, RANK, lengths, table, shape.softmax_scale, shape.causal, meta, splits, one, one
+    )[0])  # fmt: skip
+
+
+def _load() -> None:
+    for name in WHEEL.libraries:
+        load_ops(name)
+
+
+PEER = Peer(
+    calls={
+        "flashmla-bf16": Call(bf16, "FlashMLA BF16", "#7d8597"),
+        "vllm-flashmla-fp8": Call(fp8, "vLLM's FlashMLA", "#e07a5f", levels=1),
+    },
+    needs=(WHEEL,),
+    load=_load,
+    release=lambda: str(WHEEL),
+)

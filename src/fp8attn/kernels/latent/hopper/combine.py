@@ -1,0 +1,63 @@
+"""The kernel after attention: it adds the parts of each row, and takes the latents' rotation, factor and mean back."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from ....formats.rotation import MAX_BLOCK
+from ...common import HIDDEN, HIDDEN_FINITE, LN2
+from ...rotation import hadamard_back
+
+CHANNELS = tl.constexpr(MAX_BLOCK)  # of a program: a block of the rotation, which has one factor
+
+
+@triton.jit(do_not_specialize=["parts", "num_seqs", "num_tokens", "row_tiles"])
+def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr, parts, num_seqs,
+                          num_tokens, row_tiles,
+                          OPTIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr):  # fmt: skip
+    """R rows and 128 channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order."""
+    RANK: tl.constexpr = OPTIONS.rank
+    gdc_wait()
+    parts_lse_ptr = numbers_ptr + parts.to(tl.int64) * RANK
+    row = (tl.program_id(0) // (RANK // CHANNELS)) * R + tl.arange(0, R)
+    block = tl.program_id(0) % (RANK // CHANNELS)
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    rows = num_tokens * OPTIONS.group
+    inside = row < rows
+    written = inside  # by attention
+    if OPTIONS.ragged:
+        written = inside & (row < tl.load(bounds_ptr + num_seqs) * OPTIONS.group)
+    more = tl.load(more_ptr + 2 * row, mask=written, other=0)
+    count = tl.load(more_ptr + 2 * row + 1, mask=written, other=0)
+    top = tl.full([R], HIDDEN_FINITE, tl.float32)
+    total = tl.zeros([R], tl.float32)
+    out = tl.zeros([R, CHANNELS], tl.float32)
+    for first in range(0, tl.max(count, 0) + 1, S):
+        i = first + tl.arange(0, S)[None, :]
+        part = tl.where(i == 0, row[:, None], more[:, None] + (i - 1) * OPTIONS.rows)
+        here = written[:, None] & (i <= count[:, None])
+        lse = tl.load(parts_lse_ptr + part, mask=here, other=HIDDEN_FINITE)
+        at = part.to(tl.int64)[:, :, None] * RANK + channel[None, None, :]
+        o = tl.load(numbers_ptr + at, mask=here[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 1))
+        weight = tl.where(here, tl.exp2(lse - new_top[:, None]), 0.0)
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weight, 1)
+        out = out * rescale[:, None] + tl.sum(o * weight[:, :, None], 1)
+        top = new_top
+    hidden = (top == HIDDEN_FINITE) & (total == total)  # a row without keys, or of no sequence; a NaN stays
+    out = hadamard_back(out / total[:, None], CHANNELS)
+    if factor_ptr is not None:
+        out *= tl.load(factor_ptr + block)
+    lse = top + tl.log2(total)
+    if mean_ptr is not None:
+        out += tl.load(mean_ptr + channel)[None, :]
+        mean_scores = parts_lse_ptr + parts + num_seqs * row_tiles * OPTIONS.rows
+        lse += tl.load(mean_scores + row, mask=written, other=0.0)
+    out = tl.where(hidden[:, None], 0.0, out)
+    to = out_ptr + row.to(tl.int64)[:, None] * RANK + channel[None, :]
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    if block == 0:
+        tl.store(lse_ptr + row, tl.where(hidden, HIDDEN, lse * LN2), mask=inside)

@@ -1,0 +1,127 @@
+"""The plan of a call, from what the host knows about a problem, and the compile-time options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ....formats.page_layout import PAGE_SIZE
+from ...common import power_of_two
+from ...decode.plan import even_workers
+from ...launch import Constants, ConstexprFields, make_constants, num_sms
+from ...view import View
+
+TILE = 64  # tokens of a tile: half a page
+MMA_ROWS = 64  # of a warpgroup's product: the digits of all rows
+SCALE_BYTES = 4  # of a token, FP32
+STAGES = (8, 4, 3, 2)  # tiles in shared memory: the first that fits
+SHARED_MEMORY = 232448  # bytes of a CTA
+SMALL = 2048  # bytes for numbers and barriers
+EXACT_HEADS = 32  # up to this number of heads, queries and weights have two digits
+# Tiles after which a row's unit grows in any case, with two digits: a sum of 2^17 tokens fits into INT32, whatever they
+# are. A power of two.
+MOST_TILES = 2048
+# Registers of a thread that computes weights, by digits. Fewer in `accumulate` or here spill in a loop.
+SOFTMAX_REGISTERS = {1: 104, 2: 136}
+
+
+@dataclass(frozen=True)
+class LatentOptions(ConstexprFields):
+    """The one constexpr parameter of each of the three kernels. The host makes it, and device code reads it."""
+
+    rank: int  # channels of the latent, key and value of all heads
+    rope: int  # channels of the key with RoPE
+    group: int  # query heads
+    digits: int  # of queries and weights: INT8 operands, each of them rows of a product
+    rows: int  # query rows (token, head) of a CTA
+    stages: int  # tiles in shared memory
+    block: int  # sequences whose lengths a CTA loads at once
+    causal: bool  # among several query tokens
+    ragged: bool  # the queries' bounds are given
+    softmax_registers: int  # of a thread that computes weights
+    most_tiles: int  # `MOST_TILES`
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """The numbers that the host computes from a problem's shape, once."""
+
+    row_tiles: int
+    workers: int  # ranges of a row tile
+    blocks: int  # of `MMA_ROWS` quantized rows: one for each row tile of each sequence
+    # Rows of partial results: one for each row of the output, from the range in which its sequence begins; then those
+    # of each CTA, of the sequence that began before its range.
+    parts: int
+    numbers: int  # FP32: the parts, their LSE, the scores of the mean, the factors of quantized rows
+    q: View
+    q_rope: View
+    codes: View
+    rope: View
+    scales: View
+    round_grid: tuple[int]
+    grid: tuple[int]
+    combine_grid: tuple[int]
+    round: Constants  # the three kernels' constants
+    attend: Constants
+    combine: Constants
+
+
+@lru_cache(maxsize=4096)
+def make_latent_plan(
+    device: torch.device, pool: tuple[int, ...], rank: int, rope: int, heads: int, num_tokens: int, num_seqs: int,
+    max_q: int, causal: bool, ragged: bool,
+) -> LatentPlan:  # fmt: skip
+    """The plan for a pool of shape `pool [pages, 1, bytes]` on `device`, and for `num_tokens` query tokens of
+    `num_seqs` sequences, each of which has up to `max_q`."""
+    num_pages, _, nbytes = pool
+    digits = 2 if heads <= EXACT_HEADS else 1
+    rows = MMA_ROWS // digits
+    row_tiles = -(-max_q * heads // rows)
+    token = rank + 2 * rope  # bytes of codes and RoPE, also of a row of quantized queries
+    room = SHARED_MEMORY - SMALL - MMA_ROWS * token - 2 * MMA_ROWS * TILE  # less queries and weights
+    options = LatentOptions(
+        rank, rope, heads, digits, rows,
+        stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
+        block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged,
+        softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES,
+    )  # fmt: skip
+    workers = even_workers(num_sms(device) // row_tiles, num_seqs)
+    blocks, results = row_tiles * num_seqs, num_tokens * heads
+    parts = results + row_tiles * workers * rows
+    rounded = 4  # rows of a program of the first kernel
+    # Of the last kernel: parts that a program loads at once, as many as a row has if sequences have one length; rows.
+    at_once = min(16, power_of_two(max(1, workers // num_seqs)))
+    together = 16 // at_once
+    warps = rank // 64  # that accumulate; each has 64 channels of O^T
+    threads = (warps + 4 + 4) * 32  # registers are given to four warps together
+    return LatentPlan(
+        row_tiles=row_tiles,
+        workers=workers,
+        blocks=blocks,
+        parts=parts,
+        numbers=parts * (rank + 1) + results + blocks * rows,
+        q=View((blocks * MMA_ROWS, rank), (rank, 1), (MMA_ROWS, rank)),
+        q_rope=View((blocks * MMA_ROWS, rope), (rope, 1), (MMA_ROWS, rope)),
+        codes=View((num_pages, PAGE_SIZE, rank), (nbytes, rank, 1), (1, TILE, rank), dtype=torch.int8),
+        rope=View(
+            (num_pages, PAGE_SIZE, rope), (nbytes // 2, rope, 1), (1, TILE, rope),
+            dtype=torch.float16, offset=PAGE_SIZE * rank,
+        ),
+        scales=View(
+            (num_pages, PAGE_SIZE), (nbytes // SCALE_BYTES, 1), (1, TILE),
+            swizzled=False, dtype=torch.float32, offset=PAGE_SIZE * (rank + 2 * rope),
+        ),
+        round_grid=(blocks * rows // rounded,),
+        grid=(row_tiles * workers,),
+        combine_grid=(-(-results // together) * (rank // 128),),
+        round=make_constants("latent queries", device, OPTIONS=options, N=rounded, num_warps=4, launch_pdl=True),
+        attend=make_constants(
+            "latent", device, operands="unsigned" if digits == 1 else "none",
+            OPTIONS=options, num_warps=warps, maxnreg=65536 // threads // 8 * 8, launch_pdl=True,
+        ),
+        combine=make_constants(
+            "latent combine", device, OPTIONS=options, R=together, S=at_once, num_warps=4, launch_pdl=True
+        ),
+    )  # fmt: skip

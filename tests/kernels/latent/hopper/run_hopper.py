@@ -1,0 +1,225 @@
+"""The Hopper kernels of latent attention without a GPU: compiled for sm_90, and run on the CPU (`tests/emulator`).
+
+`test_hopper.py` calls this in a process where Triton compiles. By hand:
+
+    python -m tests.kernels.latent.hopper.run_hopper compile [case substring ...] [--table]
+    python -m tests.kernels.latent.hopper.run_hopper emulate [case substring ...] [--table]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import torch
+
+from fp8attn.formats.rotation import rotate, rotate_back
+from fp8attn.kernels.latent import hopper
+from fp8attn.kernels.launch import Launch, Tiles
+from tests.emulator import emulate
+from tests.kernels.prefill.compile_prefill import ring_barriers
+from tests.support.kernel_cases import poison_empty
+from tests.support.machine_code import Sass, build, dry
+
+PLAIN = {
+    "lengths": [1], "heads": 16, "rank": 512, "rope": 64, "queries": 1, "bounds": None, "causal": True,
+    "scale": 192**-0.5, "mean": 0.0, "q": 1.0, "static": False, "dtype": torch.float16, "sms": 4, "late": (),
+    "broken": False, "zeros": (0, 0), "most_tiles": hopper.plan.MOST_TILES,
+}  # fmt: skip
+COMPILED = {
+    "two digits": {},
+    "two digits, drafts": {"queries": 3, "heads": 20},
+    "two digits, ragged": {"bounds": [0, 1], "queries": 2},
+    "two digits, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40 // 2},
+    "two digits, rope 128": {"rope": 128},
+    "two digits, no rope": {"rope": 0},
+    "one digit": {"heads": 128},
+    "one digit, drafts": {"heads": 64, "queries": 2},
+    "one digit, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40},
+}
+EMULATED = {
+    "ragged": {"lengths": [330, 0, 64, 1], "static": True, "sms": 3},
+    "split": {"lengths": [1100, 65], "sms": 5, "mean": 1.0},
+    "drafts": {"lengths": [67, 450, 2], "queries": 3, "heads": 20, "sms": 2, "late": (8, 9, 10, 11)},
+    "drafts of several lengths": {
+        "lengths": [150, 66, 40], "bounds": [0, 2, 2, 5], "queries": 3, "heads": 12, "sms": 3, "late": (0, 1, 2, 3),
+    },
+    "rank 256": {"lengths": [300, 129], "rank": 256, "rope": 32, "heads": 40 // 2, "dtype": torch.bfloat16},
+    "rope 128": {"lengths": [200], "rope": 128, "heads": 8, "late": (12,)},
+    "no rope": {"lengths": [200], "rope": 0, "heads": 8, "scale": -0.1},
+    "broken": {"lengths": [100, 65], "queries": 2, "broken": True, "sms": 1},
+    "zeros": {"lengths": [300], "heads": 8, "zeros": (0, 150)},
+    "one digit, zeros": {"lengths": [400], "heads": 33, "zeros": (64, 330), "sms": 1},
+    "one digit, broken": {"lengths": [40, 65], "heads": 33, "queries": 2, "broken": True, "sms": 1},
+    "units that grow": {"lengths": [900], "sms": 1, "most_tiles": 4, "heads": 32, "q": 3.0},
+    "one digit": {"lengths": [330, 64, 0], "heads": 64, "sms": 3},
+    "one digit, mean 1": {"lengths": [700, 65], "heads": 40, "sms": 4, "mean": 1.0, "late": (8, 9, 10, 11)},
+    "one digit, drafts": {
+        "lengths": [66, 300], "heads": 48, "queries": 2, "sms": 4, "static": True, "dtype": torch.bfloat16,
+    },
+    "one digit, rank 256": {"lengths": [200], "heads": 40, "rank": 256, "rope": 32, "mean": 1.0, "late": (0, 1, 2, 3)},
+}  # fmt: skip
+
+
+def filled(c: dict) -> dict:
+    """A pool in which bytes that must not be read are NaN or -128, and the latents and keys that the rest stands for,
+    `[tokens, rank]` and `[tokens, rope]` float64 of each sequence."""
+    rank, rope = c["rank"], c["rope"]
+    counts = [max(-(-n // 128), 1) for n in c["lengths"]]
+    num_pages = sum(counts) + 3
+    order = torch.randperm(num_pages).int()
+    table = torch.full((len(counts), max(counts) + 1), int(order[-1]), dtype=torch.int32)
+    pool = torch.full((num_pages, 1, 128 * (rank + 2 * rope + 4)), 0xFF, dtype=torch.uint8)
+    mean, factor = (torch.randn(rank), 0.5 + torch.rand(rank // 128)) if c["static"] else (None, None)
+    latents, keys, used = [], [], 0
+    for seq, (n, count) in enumerate(zip(c["lengths"], counts, strict=True)):
+        pages = order[used : used + count]
+        table[seq, :count], used = pages, used + count
+        x = (torch.randn(n, rank) + c["mean"]) * (0.5 + torch.rand(n, 1))
+        x = rotate(x)
+        x[slice(*c["zeros"])] = 0.0
+        scales = x.abs().amax(1) / 127
+        if c["broken"] and seq == 1:
+            scales[-1] = torch.nan
+        codes = (x / scales[:, None]).round().nan_to_num()  # zeros of a scale that is zero or NaN
+        key = torch.randn(n, rope).half()
+        decoded = rotate_back(codes.double() * scales[:, None].double())
+        latents.append(decoded if mean is None else mean.double() + factor.double().repeat_interleave(128) * decoded)
+        keys.append(key.double())
+        for i, page in enumerate(pages.tolist()):
+            here = slice(128 * i, min(128 * i + 128, n))
+            m = max(here.stop - here.start, 0)
+            parts = pool[page, 0].split([128 * rank, 256 * rope, 512])
+            if n:
+                parts[0].fill_(0x80)
+            parts[0].view(torch.int8).view(128, rank)[:m] = codes[here].to(torch.int8)
+            parts[1].view(torch.float16).view(128, rope)[:m] = key[here]
+            parts[2].view(torch.float32)[:m] = scales[here]
+    return {"pool": pool, "table": table, "mean": mean, "factor": factor, "latents": latents, "keys": keys}
+
+
+def attend(c: dict) -> tuple[list[Launch], dict, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The launches of a case, its pages, its queries, and the outputs that the launches write."""
+    torch.manual_seed(0)
+    pages = filled(c)
+    seqs = len(c["lengths"])
+    tokens = c["queries"] * seqs if c["bounds"] is None else c["bounds"][-1] + 2
+    q = (torch.randn(tokens, c["heads"], c["rank"] + c["rope"]) * c["q"]).to(c["dtype"])
+    if c["broken"]:
+        q[0, 1, 5] = torch.nan
+    with dry() as (launches, patch):
+        patch.setattr(hopper.plan, "num_sms", lambda device: c["sms"])
+        patch.setattr(hopper.plan, "MOST_TILES", c["most_tiles"])
+        poison_empty(patch)
+        hopper.plan.make_latent_plan.cache_clear()
+        outputs = hopper.attend(
+            q, pages["pool"], pages["table"], torch.tensor(c["lengths"], dtype=torch.int32), c["rank"], c["rope"],
+            c["scale"], mean=pages["mean"], factor=pages["factor"],
+            cu_seqlens_q=torch.tensor(c["bounds"], dtype=torch.int32) if c["bounds"] else None,
+            max_seqlen_q=c["queries"], causal=c["causal"],
+        )  # fmt: skip
+        hopper.plan.make_latent_plan.cache_clear()
+    return launches, pages, q, outputs
+
+
+def rounded_queries(c: dict, launch: Launch, tokens: int) -> torch.Tensor:
+    """The queries that attention multiplies, `[T, heads, rank + rope]` float64, not rotated: decoded from what the
+    first kernel has written."""
+    named = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+    options = launch.constants["OPTIONS"]
+    codes, rope, numbers = named["codes_ptr"], named["rope_ptr"], named["numbers_ptr"]
+    tiles = named["row_tiles"]
+    factor = numbers[named["parts"] * (c["rank"] + 1) :][: len(codes) // 64 * options.rows].view(-1, options.rows)
+    x, r = (y.view(len(codes) // 64, 64, y.shape[1]).double() for y in (codes, rope))
+    if options.digits == 2:
+        x, r = (y.unflatten(1, (4, 2, 8)) for y in (x, r))
+        x, r = (x[:, :, 0] * 128 + x[:, :, 1]).flatten(1, 2), r[:, :, 0].flatten(1, 2)
+    x = torch.cat([rotate_back(x), r], -1) * factor.double()[..., None] / (c["scale"] * math.log2(math.e))
+    bounds = c["bounds"] or [c["queries"] * i for i in range(len(c["lengths"]) + 1)]
+    rows = [x[i * tiles : i * tiles + tiles].flatten(0, 1)[: (b - a) * c["heads"]]
+            for i, (a, b) in enumerate(pairwise(bounds))]  # fmt: skip
+    x = torch.cat(rows).view(-1, c["heads"], c["rank"] + c["rope"])
+    return torch.cat([x, x.new_zeros(tokens - len(x), *x.shape[1:])])
+
+
+def reference(c: dict, pages: dict, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in float64 on the pages' bytes."""
+    bounds = c["bounds"] or [c["queries"] * i for i in range(len(c["lengths"]) + 1)]
+    out = torch.zeros(len(q), c["heads"], c["rank"], dtype=torch.float64)
+    lse = torch.full((len(q), c["heads"]), -torch.inf, dtype=torch.float64)
+    for seq, (a, b) in enumerate(pairwise(bounds)):
+        latents, keys = pages["latents"][seq], pages["keys"][seq]
+        for t in range(a, b):
+            n = c["lengths"][seq] - (b - 1 - t if c["causal"] else 0)
+            if n > 0:
+                scores = q[t].double() @ torch.cat([latents[:n], keys[:n]], 1).T * c["scale"]
+                out[t], lse[t] = torch.softmax(scores, -1) @ latents[:n], scores.logsumexp(-1)
+    return out, lse
+
+
+def emulate_case(name: str, seed: int = 0) -> dict:
+    c = PLAIN | EMULATED[name]
+    launches, pages, q, (out, lse) = attend(c)
+    before = (q, pages["pool"], pages["table"])
+    for launch in launches:
+        here = [x.x if isinstance(x, Tiles) else x for x in launch.args]
+        emulate(launch, c["late"], tuple(x for x in before if any(x is y for y in here)), seed)
+        before = tuple(x for x in here if isinstance(x, torch.Tensor) and x is not q and x is not pages["pool"])
+    ref, ref_lse = reference(c, pages, q)
+    same_nan = torch.equal(out.isnan(), ref.isnan()) and torch.equal(lse.isnan(), ref_lse.isnan())
+    rows = ~ref.isnan().any(-1)
+    error = lambda a, b: float((a.double()[rows] - b[rows]).norm() / b[rows].norm())  # noqa: E731
+    rounding = error(ref.to(out.dtype), ref)
+    seen = ref_lse > -torch.inf
+    row = {"case": name, "same_nan": same_nan, "same_inf": torch.equal(lse == -torch.inf, ref_lse == -torch.inf)}
+    row["rel_err"] = max(error(out, ref) ** 2 - rounding**2, 0.0) ** 0.5
+    if not c["static"] and not c["broken"]:
+        exact, _ = reference(c, pages, rounded_queries(c, launches[0], len(q)))
+        row["kernel_err"] = max(error(out, exact) ** 2 - rounding**2, 0.0) ** 0.5
+    row["lse_err"] = float((lse - ref_lse)[seen].abs().max())
+    row["bits"] = int(out.view(torch.int16).long().sum()), float(lse[seen].double().sum())
+    return row
+
+
+def compile_case(name: str) -> dict:
+    launches, *_ = attend(PLAIN | COMPILED[name])
+    built = [build(launch) for launch in launches]
+    sass = built[1].sass()
+    accumulate, softmax_loop = sorted(products(sass), key=lambda loop: loop.get("MUFU", 0))
+    return {
+        "case": name, "registers": [x.registers for x in built], "spill_bytes": [x.spill_stores for x in built],
+        "warnings": "".join(x.warnings for x in built), "shared_bytes": built[1].kernel.metadata.shared,
+        "partitions": [int(x) for x in re.findall(r"setmaxnreg\S+ (\d+)", built[1].kernel.asm["ptx"])],
+        "overwritten": sass.overwritten_operand(), "addressed": 16 * 32 * launches[1].constants["num_warps"],
+        "end": built[1].kernel.metadata.shared - ring_barriers(built[1].kernel.asm["ptx"]),
+        "accumulate": accumulate, "softmax": softmax_loop,
+        "unsigned": built[1].kernel.asm["ptx"].count(".u8.u8"),
+    }  # fmt: skip
+
+
+def products(sass: Sass) -> list[dict]:
+    """The innermost loops with products, in the order of the code: instructions, spills, barriers."""
+    loops = [(a, b) for a, b in sass.loops() if any("GMMA" in x for x in sass.code[a:b])]
+    loops = [(a, b) for a, b in loops if not any("USETMAXREG" in x or "EXIT" in x for x in sass.code[a:b])]
+    loops = [x for x in loops if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    found = []
+    for a, b in loops:
+        names = Counter(re.sub(r"^@!?U?P\w+\s+", "", x).split()[0].split(".")[0] for x in sass.code[a : b + 1])
+        found.append({"loop": b + 1 - a, "spills": sass.spills(a, b), "barriers": names["BAR"], **names})
+    return found
+
+
+def main() -> None:
+    mode, *words = [a for a in sys.argv[1:] if not a.startswith("--")]
+    function, cases = (compile_case, COMPILED) if mode == "compile" else (emulate_case, EMULATED)
+    for name in cases:
+        if not words or any(word in name for word in words):
+            print(json.dumps(function(name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
