@@ -111,6 +111,7 @@ ROWS = {
     "fp8attn/kernels/append/": ("kernels/append/test_page_bytes.py", "kernels/test_compile.py"),
     "fp8attn/kernels/combine.py": ("kernels/test_compile.py",),
     "fp8attn/kernels/memory.py": ("kernels/prefill/test_prefill.py", "kernels/latent/hopper/test_hopper.py"),
+    "fp8attn/kernels/latent/": ("kernels/test_compile.py",),
     "fp8attn/kernels/tiles.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),
     "fp8attn/kernels/portable/": ("kernels/test_compile.py", "kernels/test_window_plans.py"),
     "fp8attn/kernels/ptx.py": ("kernels/decode/test_decode.py", "kernels/prefill/test_prefill.py"),

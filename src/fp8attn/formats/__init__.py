@@ -8,5 +8,6 @@
 | `latent.py` | how latents (MLA) are stored |
 | `codec.py` | 8-bit codes of K and V, and their scales |
 | `rotation.py` | the fixed rotation of keys and queries |
+| `latent.py` | how latents (MLA) are rounded, and what follows for attention |
 | `rope.py` | RoPE, for callers and for dense calls |
 """

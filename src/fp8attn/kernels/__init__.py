@@ -6,6 +6,7 @@
 | `prefill/`, `decode/` | attention on Hopper: of many queries in 8 bits, of few in 16 bits |
 | `latent/hopper/` | attention over latents (MLA) on Hopper, in 8 bits |
 | `portable/` | attention on any GPU, in 16 bits |
+| `latent/` | latents (MLA) on any GPU: writes their pages, and attention in 16 bits |
 | `combine.py` | attention over all keys from attention over parts of them |
 | `common.py` | definitions that all kernels share |
 | `tiles.py`, `view.py` | pages in shared memory; how TMA sees a tensor |

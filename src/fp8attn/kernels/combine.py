@@ -70,8 +70,7 @@ NUMBERS = (
 def _combine_kernel(
     partial_ptr, partial_lse_ptr, sinks_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr, num_splits, num_rows, num_tokens,
     num_q_heads, group, out_stride_b, out_stride_t, out_stride_h,
-    LATENT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, NATIVE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
@@ -88,6 +87,8 @@ def _combine_kernel(
     share, lse = share_and_lse(lse, mean_score, sinks_ptr, row % num_q_heads)
 
     d = tl.arange(0, DP)
+    AT_ONCE: tl.constexpr = 4096 // DP if 4096 // DP < SPLITS else SPLITS
+    CHUNK: tl.constexpr = 1 if ROWS > 1 else AT_ONCE
     out = tl.zeros((ROWS, DP), tl.float32)
     for first in range(0, num_splits, CHUNK):
         part = first + tl.arange(0, CHUNK)  # the parts of one row, or one part of each row
@@ -101,7 +102,7 @@ def _combine_kernel(
         else:
             out += partial
     out = out * (share / tl.where(total == 0.0, 1.0, total))[:, None]
-    if LATENT:  # `formats.latent.restore`
+    if group is not None:  # of latents: `formats.latent.restore`
         out = hadamard_back(out, D)
         kv_head = (row % num_q_heads // group)[:, None]
         if factor_ptr is not None:
@@ -131,14 +132,12 @@ def combine(
             `out` of any strides.
         latents: pages whose stored latents the parts are sums of. The result is restored by their format.
     """
-    mean, factor, group = None, None, 1
+    mean, factor, group = None, None, None
     if latents is not None:
         _, mean, factor = latents.format.tensors
         group = out.shape[-2] // latents.num_kv_heads
     device, native = out.device, machine(out.device).native_e4m3
-    grid, numbers, constants = _plan(
-        device, native, parts.shape, lse.shape, out.stride(), group, latents is not None
-    )  # fmt: skip
+    grid, numbers, constants = _plan(device, native, parts.shape, lse.shape, out.stride(), group)
     launch(_combine_kernel, grid, (parts, parts_lse, sinks, mean, factor, out, lse, *numbers), constants)
 
 
@@ -149,9 +148,8 @@ def _plan(
     parts: tuple[int, int, int],
     rows: tuple[int, ...],
     strides: tuple[int, ...],
-    group: int,
-    latent: bool,
-) -> tuple[tuple[int], tuple[int, ...], Constants]:
+    group: int | None,
+) -> tuple[tuple[int], tuple[int | None, ...], Constants]:
     """The kernel's grid, numbers and constants, for parts and an LSE of these shapes and an output of these strides."""
     splits, num_rows, head_dim = parts
     padded, capacity = power_of_two(head_dim), power_of_two(splits)
@@ -160,8 +158,8 @@ def _plan(
     many = num_rows >= MANY and splits <= 8
     together = 8 if many else 1
     constants = make_constants(
-        "combine", device, LATENT=latent, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity,
-        CHUNK=1 if many else min(capacity, 4096 // padded), NATIVE=native, num_warps=4, enable_fp_fusion=True,
+        "combine", device, D=head_dim, DP=padded, ROWS=together, SPLITS=capacity, NATIVE=native, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return (
         (-(-num_rows // together),),

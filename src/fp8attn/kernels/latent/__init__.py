@@ -5,6 +5,12 @@ three launches: absorbed queries are rotated once and rounded to FP16, after a p
 into range; parts of the keys are attended to; and `combine` adds the parts and restores the result (rotation, factor,
 mean).
 
+| file | what |
+|---|---|
+| `__init__.py` | the launches |
+| `append.py` | what writes pages |
+| `attention.py` | queries, and attention to a part of the keys |
+
 Codes of INT8 are exact in FP16, and a tile of them is the operand of both products. The scale of a token multiplies its
 scores, and its weights before they are rounded, in units of the largest scale of a tile. The heads of a KV head are
 packed into the rows of a tile, as in `portable`.
