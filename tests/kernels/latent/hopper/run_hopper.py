@@ -52,6 +52,8 @@ EMULATED = {
     "rope 128": {"lengths": [200], "rope": 128, "heads": 8, "late": (12,)},
     "no rope": {"lengths": [200], "rope": 0, "heads": 8, "scale": -0.1},
     "broken": {"lengths": [100, 65], "queries": 2, "broken": True, "sms": 1},
+    "many": {"lengths": [64, 1, 0, 0, 130, 0, 66, 3], "heads": 8, "sms": 1, "late": (0, 1)},
+    "one digit, many": {"lengths": [1, 0, 0, 70, 64, 0], "heads": 33, "sms": 1, "late": (8, 12)},
     "zeros": {"lengths": [300], "heads": 8, "zeros": (0, 150)},
     "one digit, zeros": {"lengths": [400], "heads": 33, "zeros": (64, 330), "sms": 1},
     "one digit, broken": {"lengths": [40, 65], "heads": 33, "queries": 2, "broken": True, "sms": 1},
