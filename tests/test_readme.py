@@ -64,7 +64,13 @@ def test_every_page_with_blocks_is_run():
         "docs/quickstart.md",
         "docs/export.md",
         "docs/evaluation.md",
+        "docs/latent.md",
     }
+
+
+def test_the_page_on_latents_runs(monkeypatch):
+    _, _, (out,) = run("docs/latent.md", monkeypatch)
+    assert out.shape == (300, 16, 512) and out.isfinite().all()
 
 
 @pytest.mark.parametrize("page", PAGES)
