@@ -2,11 +2,10 @@
 
     python -m benchmarks.run                               lists the benchmarks
     python -m benchmarks.run NAME --list                   lists its cases
-    python -m benchmarks.run NAME [CASE ...]               measures the cases that have one of the words in their names;
-    all without words python -m benchmarks.run NAME --save                   also writes the rows to
-    results/<device>/NAME.json python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to
-    that file, each case when it is measured python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside
-    another revision's; keeps nothing
+    python -m benchmarks.run NAME [CASE ...]               measures the cases with one of the words in their names
+    python -m benchmarks.run NAME --save                   also writes the rows to results/<device>/NAME.json
+    python -m benchmarks.run NAME CASE ... --save          adds the rows of these cases to that file
+    python -m benchmarks.run NAME [CASE ...] --base REV    times ours beside another revision's; keeps nothing
 
 With OUT=FOLDER, every row is also appended to FOLDER/rows.jsonl as it comes. README.md says what a benchmark consists
 of.

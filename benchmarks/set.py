@@ -1,18 +1,16 @@
 """Measures the whole set of results, in three calls of at most ten minutes each.
 
     python -m benchmarks.set 1             # kernels and calls, timed
-    python -m benchmarks.set 2             # two versions of Triton, and shapes of video models, timed; the accuracy of
-    kernels python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
+    python -m benchmarks.set 2             # two versions of Triton, shapes of video models; the accuracy of kernels
+    python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
     python -m benchmarks.set 1 --plan      # prints what a call measures, with the expected seconds
     python -m benchmarks.set 1 --only sdpa engine
 
 Every benchmark writes its file `results/<device>/NAME.json` when it has measured all its cases. One that fails, or for
-which no time is
-left, writes none: the file that was there stays, the end of the output says so, and the exit status is 1. With OUT set,
-the files that were written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark; `tar -xf set1.tar` in
-the repository puts them in place. On a machine with two GPUs, call 3 can run on the second one beside the others
-(`CUDA_VISIBLE_DEVICES=1`, and cores of its own).
-A call needs the commit: from git, or from FP8ATTN_COMMIT.
+which no time is left, writes none: the file that was there stays, the end of the output says so, and the exit status is
+1. With OUT set, the files that were written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark;
+`tar -xf set1.tar` in the repository puts them in place. On a machine with two GPUs, call 3 can run on the second one
+beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own). A call needs the commit: from git, or from FP8ATTN_COMMIT.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Two sides of a comparison: revisions of our code, or versions of Triton, each in a process of its own on the same
 GPU.
 
-    python -m benchmarks.run prefill D128-causal-S16384 --base main    # prints how a revision compares with this one;
-    keeps nothing
+    python -m benchmarks.run prefill D128-causal-S16384 --base main    # prints how a revision compares; keeps nothing
 
 Each side has these benchmarks and the same data. The sides alternate: in a turn, every implementation runs several
 times as a CUDA graph, with the L2 cache flushed before each run. A ratio is the median over the turns; its interval

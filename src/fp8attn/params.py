@@ -94,7 +94,7 @@ class Append(NamedTuple):
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         advance: `cache_seqlens` are the lengths before the new tokens, and the append adds the new tokens to them.
             False: they count the new tokens already, and do not change; a sequence that is shorter than its new tokens
-                pads the batch, and gets none.
+            pads the batch, and gets none.
     """
 
     cu_seqlens: torch.Tensor | None

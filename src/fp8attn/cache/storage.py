@@ -5,19 +5,15 @@ A file holds, for `n` sequences:
 | tensor | shape | |
 |---|---|---|
 | `lengths` | `[n]` int32 | tokens |
-| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once, as `page_layout` describes
-them |
-| `page_table.LAYER` | `[n, max_pages]` int32 | the pages of each sequence, in order; zero past its last one, -1 left of
-the window |
-| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | `KVFormat.stored_k_mean` and `v_mean`; absent:
-zero |
+| `pages.LAYER` | `[num_pages, num_kv_heads, page_bytes]` uint8 | a layer's pages, each once (`page_layout`) |
+| `page_table.LAYER` | `[n, max_pages]` int32 | the pages of each sequence; 0 past its last, -1 left of the window |
+| `k_mean.LAYER`, `v_mean.LAYER` | `[num_kv_heads, head_dim]` float32 | those of `KVFormat`; absent: zero |
 | `factor.LAYER` | `[num_kv_heads, rank / 128]` float32 | `KVFormat.factor`; absent: one |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
 Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, the window, and of
-latents the name of their `PageSpec`.
-Layers have the numbers of their model. So a file does not depend on how a model's layers were divided over caches, such
-as those of several devices.
+latents the name of their `PageSpec`. Layers have the numbers of their model. So a file does not depend on how a model's
+layers were divided over caches, such as those of several devices.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from .spec import SPECS, PageSpec, spec_of
 class KVFormat:
     """What the bytes of a layer's pages mean, static for the life of a cache.
 
-        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]        v ~ v_8bit * v_scale[page, head] +
-        v_mean[head]
+        rotate(k) ~ k_8bit * k_scale[page, head] + stored_k_mean[head]
+        v ~ v_8bit * v_scale[page, head] + v_mean[head]
 
     `formats/latent.py` has the equation of latents, whose mean is `v_mean`.
 

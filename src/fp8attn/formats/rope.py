@@ -44,8 +44,8 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interle
     Args:
         x: `[..., S, D]`, any floating dtype. Of packed tokens `[T, H, D]` pass `x.transpose(0, 1)`.
         cos, sin: `[S, R / 2]`, or with more dimensions in front that broadcast to those of x. Tables that repeat each
-            angle, as those of
-            transformers do, must be cut to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
+            angle, as those of transformers do, must be cut to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if
+            interleaved.
         interleaved: channel pairs are `(0, 1), (2, 3), ...` (GPT-J); otherwise `(0, R/2), (1, R/2 + 1), ...` (NeoX,
             Llama).
     Returns:
@@ -92,8 +92,8 @@ def dense_rope(x: torch.Tensor, rope: Rope) -> Rope:
         rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. W is R / 2, one angle for each
             pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels
             of its pair (the second half repeats the first, or neighbors are equal if interleaved). If R is at most half
-            of head_dim, the caller must cut
-            repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
+            of head_dim, the caller must cut repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if
+            interleaved.
     Raises:
         ValueError: another shape or device.
     """

@@ -69,8 +69,8 @@ def fp8_attention(
     Args:
         policy: default `AttentionPolicy()`.
         model: the context includes only calls inside this module. It gets forward hooks until the block ends, for the
-            names and layers in
-            the policy and in the report. None: the context includes every call, and none is in a layer.
+            names and layers in the policy and in the report. None: the context includes every call, and none is in a
+            layer.
         layers: the layers that `skip_first`, `skip_last` and numbers in `skip` count, in order; each is a module inside
             the model. Default: the contents of the model's outermost `ModuleList`s, one after another (`model.layers`,
             `transformer.blocks`, an encoder's and then a decoder's layers).

@@ -2,8 +2,7 @@
 
 | file | what |
 |---|---|
-| `doctor.py` | what this machine can run (`diagnose`); which models (`served`); how well K and V fit into 8 bits
-(`examine`) |
+| `doctor.py` | what this machine can run (`diagnose`), and which models (`served`); K and V in 8 bits (`examine`) |
 | `compiler.py` | what is known of the installed Triton and ptxas |
 | `saturation.py` | how many values of pages calibrated scales cut off |
 | `accumulation.py` | how exactly an FP8 kernel sums |

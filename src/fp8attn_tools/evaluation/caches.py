@@ -177,11 +177,10 @@ def cache_factory(
 
     Args:
         name: `bf16`: the baseline. `fp8`: fp8attn's default. `fp8-int8-keys`, `fp8-e4m3-keys`: fp8attn with keys in
-            that format, whatever
-            the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`: with calibrated
-                `scales`, and keys in the
-            format of these scales. `scale-1`: a plain cast of K and V to E4M3. `transformers-fp8`: transformers' own
-            FP8 cache (its first prefill attends in 16 bits, and it has one scale per tensor, from the first tokens).
+            that format, whatever the default is. `fp8-e4m3-plain`: with E4M3 keys that are not rotated. `fp8-static`:
+            with calibrated `scales`, and keys in the format of these scales. `scale-1`: a plain cast of K and V to
+            E4M3. `transformers-fp8`: transformers' own FP8 cache (its first prefill attends in 16 bits, and it has one
+            scale per tensor, from the first tokens).
         model: a transformers model. The weights give fp8attn's caches static means (`FP8Cache`).
         scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.

@@ -71,8 +71,7 @@ def _load_queries(
     Args:
         q_offsets: `[rows]`, of the first channel of each row; those that are `real [rows]` exist.
         scratch_ptr: FP16, of a copy of all queries, in which a row begins at `scratch_offsets [rows]`. Triton has only
-            operands in shared
-            memory that were loaded, and computed ones in registers. None: registers are enough.
+            operands in shared memory that were loaded, and computed ones in registers. None: registers are enough.
     Returns:
         `q [rows, width]`; the factors of its scores, which become exponents of two; and the scores of K's mean.
     """
