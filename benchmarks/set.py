@@ -10,7 +10,8 @@ Every benchmark writes its file `results/<device>/NAME.json` when it has measure
 which no time is left, writes none: the file that was there stays, the end of the output says so, and the exit status is
 1. With OUT set, the files that were written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark;
 `tar -xf set1.tar` in the repository puts them in place. On a machine with two GPUs, call 3 can run on the second one
-beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own). A call needs the commit: from git, or from FP8ATTN_COMMIT.
+beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own). A call needs the commit: from
+git, or from FP8ATTN_COMMIT.
 """
 
 from __future__ import annotations
