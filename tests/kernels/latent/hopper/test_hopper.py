@@ -44,7 +44,9 @@ EMULATED = (
     "units that grow", "one digit", "one digit, mean 1", "one digit, drafts", "one digit, rank 256",
     "one digit, broken", "zeros", "one digit, zeros", "many", "one digit, many",
 )  # fmt: skip
-SAMPLE = ("drafts", "one digit, mean 1")
+# Also with Triton 3.6. Its rounding of two digits stores single bytes of a word from two warps, and the emulator knows
+# only the order of words.
+SAMPLE = ("one digit, mean 1",)
 
 
 @pytest.mark.triton36
