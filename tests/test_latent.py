@@ -68,15 +68,19 @@ def test_several_kv_heads():
     assert relative_error(out, expected(q, pages, [2], 0.1)[0]) < 3e-6
 
 
-def test_attention_loses_one_percent_of_random_latents():
-    """Scores and values have the error of a token, and do not depend on each other."""
+def test_attention_loses_little_of_random_latents():
+    """Values have the error of a token. Scores have it, too, times their deviation, and change the weights by as much.
+    The two do not depend on each other.
+    """
+    torch.manual_seed(0)
+    deviation = 512**0.5 * SCALE
     pages = empty([1000], SPEC)
     x, rope = tokens(1000, SPEC)
     fp8attn.append(pages, x, rope)
     q = torch.randn(1, 16, 576)
     keys = torch.cat([x, rope], -1)[:, 0].double()
     want = (q[0].double() @ keys.T * SCALE).softmax(-1) @ x[:, 0].double()
-    assert relative_error(fp8attn.attention(q, pages, softmax_scale=SCALE)[0], want) < 2**0.5 * ERROR
+    assert relative_error(fp8attn.attention(q, pages, softmax_scale=SCALE)[0], want) < (1 + deviation**2) ** 0.5 * ERROR
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -39,8 +39,8 @@ def test_sanitizer_summaries(output, expected):
 def test_dispatchers_are_the_kernels_that_specialise_their_warps():
     found = sanitizer.dispatchers()
     assert {name: file for name, (file, _) in found.items()} == {
-        "prefill_kernel": "kernel.py", "decode_kernel": "kernel.py", "_race": "sanitized.py",
-        "_ordered": "sanitized.py",
+        "prefill_kernel": "kernel.py", "decode_kernel": "kernel.py", "latent_kernel": "kernel.py",
+        "_race": "sanitized.py", "_ordered": "sanitized.py",
     }  # fmt: skip
     source = sanitizer.SANITIZED.read_text().splitlines()
     assert [source[found[name][1][0]] for name in ("_race", "_ordered")] == [

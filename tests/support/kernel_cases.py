@@ -381,6 +381,9 @@ class _MeanApart(NamedTuple):
     num_kv_heads: int
     cache_seqlens: torch.Tensor
 
+    def bounds(self, cu_seqlens: torch.Tensor | None, longest: int) -> list[int]:
+        return self.pages.bounds(cu_seqlens, longest)
+
     def read(self, seq: int, length: int, dtype: torch.dtype, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         form = self.pages.format
         (k, _), (with_mean, v) = (
