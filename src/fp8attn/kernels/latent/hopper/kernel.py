@@ -24,14 +24,14 @@ def latent_kernel(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table
     worker = gl.program_id(0) // row_tiles
     batch = DecodeBatch(
         lengths_ptr, bounds_ptr, lengths_ptr, num_seqs, gl.to_tensor(1), max_q, gl.to_tensor(0),
-        row_tile * OPTIONS.rows, OPTIONS.group, OPTIONS.ragged, False, False, 0, 0,
+        row_tile * OPTIONS.rows, OPTIONS,
     )  # fmt: skip
     source = LatentSource(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table_ptr, table_stride)
     memory = allocate(source, OPTIONS)
     memory.open(gl.num_warps())
     # The kernel is launched while the one that rounds queries runs.
     gdc_wait()
-    work = assign(batch, batch.counts(0, OPTIONS.block), worker, workers, OPTIONS.block)
+    work = assign(batch, worker, workers)
     part = num_tokens * OPTIONS.group + (row_tile * workers + worker) * OPTIONS.rows
     lse_ptr = numbers_ptr + parts.to(gl.int64) * OPTIONS.rank
     factor_ptr = lse_ptr + parts

@@ -203,12 +203,12 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
     tile = 0
     while begin < work.high:
         seq = batch.sequence(index)
-        i, j = batch.portion(begin, seq.num_pages, work.low, work.high)
+        i, j = batch.portion(begin, seq, work)
         if i < j:
             left = seq.length - i * PAGE
             tiles = gl.minimum((j - i) * (PAGE // TILE), (left + (TILE - 1)) // TILE)  # none of an empty sequence
             block = index * row_tiles + row_tile
-            last = work.worker_of(begin + seq.num_pages - 1)
+            last = work.worker_of(begin + seq.num_tiles - 1)
             memory.wait_slot(piece)
             memory.put(piece, TILES, tiles)
             memory.put(piece, LEFT, left)

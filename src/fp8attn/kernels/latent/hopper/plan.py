@@ -42,6 +42,12 @@ class LatentOptions(ConstexprFields):
     ragged: bool  # the queries' bounds are given
     softmax_registers: int  # of a thread that computes weights
     most_tiles: int  # `MOST_TILES`
+    # For `decode.work`: its list has whole pages, without windows, padding and places for beginnings and ends.
+    tile: int = PAGE_SIZE
+    window: bool = False
+    leftpad: bool = False
+    whole_tiles: int = 0
+    head_tiles: int = 0
 
 
 @dataclass(frozen=True)
