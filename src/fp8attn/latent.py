@@ -17,7 +17,7 @@ ROW_BLOCK = 4096  # rows of scores in memory at a time: queries of all heads
 
 
 @torch.inference_mode()  # outside of this mode, torch does not write to its tensors
-def append(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, how: Append) -> None:
+def append(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, options: Append) -> None:
     """Quantize latents `[T, num_kv_heads, rank]`, write them and their keys with RoPE `[T, num_kv_heads, rope]` at the
     ends of the sequences, and advance `cache_seqlens`.
 
@@ -25,18 +25,18 @@ def append(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, how: Append
     """
     codes, scales = quantize(latent.float(), pages.format.v_mean, pages.format.factor)
     stored = latent_of(pages.pool, pages.format.layout)
-    bounds = pages.bounds(how.cu_seqlens, how.max_seqlen)
+    bounds = pages.bounds(options.cu_seqlens, options.max_seqlen)
     for seq, length in enumerate(pages.cache_seqlens.tolist()):
         new = slice(bounds[seq], bounds[seq + 1])
         count = new.stop - new.start
-        first = length if how.advance else length - count
+        first = length if options.advance else length - count
         if not count or first < 0:  # no new tokens, or a sequence that pads the batch
             continue
         token = torch.arange(first, first + count, device=latent.device)
         page, row = pages.page_table[seq].long()[token // PAGE_SIZE], token % PAGE_SIZE
         for part, x in zip(stored, (codes, to_rope(rope), scales), strict=True):
             part[page, :, row] = x[new]
-        if how.advance:
+        if options.advance:
             pages.cache_seqlens[seq] += count
 
 
@@ -55,13 +55,13 @@ def attention(
     Returns `out [T, num_q_heads, rank]` and the LSE. Kernel errors are differences from the result with
     `compute_dtype=torch.float64` and `out_dtype=torch.float64`.
     """
-    form, rank, window = pages.format, pages.spec.v_dim, params.window
+    format, rank, window = pages.format, pages.spec.v_dim, params.window
     result = q.new_zeros((*q.shape[:2], rank), dtype=out_dtype or q.dtype) if out is None else out.zero_()
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     bounds = pages.bounds(params.cu_seqlens_q, params.max_seqlen_q)
     skipped = params.leftpad_k.tolist() if params.leftpad_k is not None else [0] * pages.num_seqs
     q = q.to(compute_dtype).unflatten(1, (pages.num_kv_heads, -1)) * params.softmax_scale  # [T, Hkv, G, rank + rope]
-    mean, factor = (x if x is None else x[:, None] for x in (form.v_mean, form.factor))
+    mean, factor = (x if x is None else x[:, None] for x in (format.v_mean, format.factor))
     # All scores of a query have the product with the mean: it moves only the LSE.
     shift = q.new_zeros(q.shape[:-1]) if mean is None else (q[..., :rank] * mean.to(q.dtype)).sum(-1)
     q = torch.cat([absorb(q[..., :rank], factor), q[..., rank:]], -1)
@@ -120,9 +120,9 @@ def _sums(
         before, largest = largest, torch.maximum(largest, scores.amax(-1))
         origin = largest.masked_fill(largest == -torch.inf, 0.0)
         p = torch.exp(scores - origin[..., None])
-        kept = torch.exp(before - origin)
-        total = total * kept + p.sum(-1)
+        decay = torch.exp(before - origin)
+        total = total * decay + p.sum(-1)
         # A token with a NaN has a scale of NaN, which must not reach rows that do not see it.
         weights = (p * scales[:, None, None]).masked_fill(hidden, 0.0)
-        y = y * kept[..., None] + (weights.flatten(1, 2) @ codes).view(*shape, rank)
+        y = y * decay[..., None] + (weights.flatten(1, 2) @ codes).view(*shape, rank)
     return y, total, largest.masked_fill(largest == -torch.inf, 0.0)
