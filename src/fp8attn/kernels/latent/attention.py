@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ...formats import latent
 from ..codec import from_int8
-from ..common import HIDDEN, LOG2E, PAGE, UNSEEN
+from ..common import HIDDEN, LOG2E, PAGE, UNSEEN, new_tokens
 from ..rotation import hadamard
 
 _BLOCK = tl.constexpr(latent.BLOCK)
@@ -83,12 +83,7 @@ def attention_kernel(
     block = program // num_splits % blocks
     kv_head = program // num_splits // blocks % num_kv_heads
     seq = program // num_splits // blocks // num_kv_heads
-    if cu_seqlens_ptr is None:
-        start = seq * max_seqlen_q
-        queries = max_seqlen_q
-    else:
-        start = tl.load(cu_seqlens_ptr + seq)
-        queries = tl.load(cu_seqlens_ptr + seq + 1) - start
+    start, queries = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen_q, True)
     if block * ROWS >= queries * GROUP:
         return
     length = tl.load(seqlens_ptr + seq)
