@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ..codec import round_to
 from ..combine import share_and_lse
-from ..common import HIDDEN, LOG2E, UNSEEN
+from ..common import HIDDEN, LOG2E, UNSEEN, new_tokens
 from ..rotation import hadamard
 from .tiles import WEIGHT_BITS, add_tiles
 
@@ -218,12 +218,7 @@ def portable_kernel(
             OPTIONS,
         )
         return
-    if cu_seqlens_ptr is None:
-        start = seq * max_seqlen_q
-        q_len = max_seqlen_q
-    else:
-        start = tl.load(cu_seqlens_ptr + seq)
-        q_len = tl.load(cu_seqlens_ptr + seq + 1) - start
+    start, q_len = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen_q, True)
     if block * ROWS >= q_len * G:
         return
     length = tl.load(seqlens_ptr + seq)
