@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from fp8attn import AttentionParams, KVPages
+from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.rotation import rotate, rotate_back
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.latent import hopper
 
 from . import peers
@@ -110,14 +113,9 @@ def ours(shape: Shape, q: torch.Tensor, rows: torch.Tensor) -> Run:
         return torch.cat([latents, rope], 1)[:, None], latents[:, None]
 
     equal = len(set(shape.queries)) == 1
-    bounds = None if equal else offsets(shape.queries)
-    return Run(
-        lambda: hopper.attend(
-            q, pool, table, lengths, RANK, ROPE, SCALE, cu_seqlens_q=bounds, max_seqlen_q=max(shape.queries)
-        )[0],
-        q,
-        held,
-    )
+    params = AttentionParams(None if equal else offsets(shape.queries), max(shape.queries), True, SCALE)
+    pages = KVPages(pool, table, lengths, KVFormat.of(PageSpec.latent(RANK, ROPE), "int8", True))
+    return Run(lambda: hopper.latent_decode(q, pages, params)[0], q, held)
 
 
 def calls(case: str) -> dict[str, Callable]:

@@ -204,7 +204,6 @@ def test_bad_input_is_refused_by_name():
         KVPages.empty(1, 1, 128, 1, 1, factor=torch.ones(1, 1))
     with pytest.raises(ValueError, match=r"factor must be \(1, 4\) float32"):
         KVPages.empty(1, 1, SPEC, 1, 1, factor=torch.ones(1, 512))
-    assert "do not read latents" in fp8attn.backends.hopper.refusal(SPEC)
 
 
 def test_reference_in_float64():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fp8attn
-from fp8attn import BACKENDS, AttentionParams, KVPages, select_backend, unsupported_reason
+from fp8attn import BACKENDS, AttentionParams, KVPages, UsageError, select_backend, unsupported_reason
 from fp8attn.backends import DENSE_BACKENDS, choose, find, hopper, load, reference, triton
 from fp8attn.formats.codec import INT8
 from fp8attn.formats.spec import PageSpec
@@ -154,3 +154,29 @@ def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
     for given in (None, torch.full((5, 8, 64), torch.nan)):
         out, lse = backend.attention(torch.ones(5, 8, 64), pages, idle, given)
         assert not calls and not out.any() and (lse == -torch.inf).all() and (given is None or out is given)
+
+
+@pytest.mark.parametrize(
+    ("spec", "heads", "options", "kernel"),
+    [
+        (PageSpec.latent(512, 64), 128, {}, "latent_decode"),
+        (PageSpec.latent(256, 32), 40, {"max_seqlen_q": 4}, "latent_decode"),
+        (PageSpec.latent(1024, 64), 16, {}, "latent_attention"),
+        (PageSpec.latent(512, 64), 16, {"max_seqlen_q": 200}, "latent_attention"),
+        (PageSpec.latent(512, 64), 16, {"window": 50}, "latent_attention"),
+        (PageSpec.latent(512, 64), 16, {"leftpad_k": torch.zeros(1, dtype=torch.int32)}, "latent_attention"),
+    ],
+    ids=str,
+)
+def test_hopper_chooses_the_kernel_of_latents(spec, heads, options, kernel, monkeypatch):
+    pytest.importorskip("triton.experimental.gluon")
+    backend = hopper.Hopper()
+    called = []
+    for module, name in ((backend._latent, "latent_attention"), (backend._latent_decode, "latent_decode")):
+        monkeypatch.setattr(module, name, lambda q, pages, *args, name=name: called.append(name) or (q, q))
+    params = AttentionParams(None, **{"max_seqlen_q": 1, "causal": True, "softmax_scale": 0.1} | options)
+    pages, q = KVPages.empty(2, 1, spec, 1, 2), torch.zeros(params.max_seqlen_q, heads, spec.k_dim).half()
+    backend.attention(q, pages, params)
+    assert called == [kernel]
+    with pytest.raises(UsageError, match="cannot keep batch_invariant"):
+        backend.attention(q, pages, params._replace(batch_invariant=True))

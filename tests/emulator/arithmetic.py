@@ -198,6 +198,12 @@ def cvt(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, ac
         out = rounded(warp.get(operands[1], "f32"), to)
     elif source in ("f16", "bf16"):
         out = widened(warp.get(operands[1], "b16"), source)
+    elif "s8" in (to, source):  # in a register of 16 bits
+        out = (
+            warp.get(operands[1], "b16" if source == "s8" else source)
+            .astype(np.int8)
+            .astype(DTYPES["s16" if to == "s8" else to])
+        )
     elif "rpi" in opcode:
         out = np.ceil(warp.get(operands[1], source)).astype(DTYPES[to])
     else:

@@ -1,4 +1,4 @@
-"""The kernels for Hopper: `decode` for few query rows, `prefill` for many."""
+"""The kernels for Hopper: `decode` for few query rows, `prefill` for many, and `latent.hopper` for few over latents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib import import_module
 
 import torch
 
+from ..errors import UsageError
 from ..formats.spec import PageSpec
 from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
@@ -21,9 +22,7 @@ MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory
 
 def refusal(spec: PageSpec) -> str | None:
     """Why these kernels do not take pages of `spec`, on any GPU; None if they do."""
-    if spec.refusal is None and spec.v_in_k:
-        return f"the kernels for Hopper do not read latents ({spec.name}); the backend 'triton' does"
-    if spec.refusal is None and spec.k_dim > MOST_CHANNELS:
+    if spec.refusal is None and not spec.v_in_k and spec.k_dim > MOST_CHANNELS:
         return (
             f"the kernels for Hopper take a head_dim of up to {MOST_CHANNELS}, not {spec.k_dim}; the backend 'triton' "
             f"takes it"
@@ -33,16 +32,18 @@ def refusal(spec: PageSpec) -> str | None:
 
 class Hopper(Writer):
     """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many,
-    whose speed arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all."""
+    whose speed arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all.
+
+    Over latents, `latent.hopper` serves few query rows. What it does not take (`takes`) goes to the portable kernel."""
 
     name: BackendName = "hopper"
 
     def __init__(self) -> None:
         super().__init__()
-        from ..kernels import decode, prefill
+        from ..kernels import decode, latent, prefill
+        from ..kernels.latent import hopper
 
-        self._decode = decode
-        self._prefill = prefill
+        self._decode, self._prefill, self._latent, self._latent_decode = decode, prefill, latent, hopper
 
     @staticmethod
     def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -62,6 +63,8 @@ class Hopper(Writer):
         out: torch.Tensor | None = None,
         new_keys: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if pages.spec.v_in_k:
+            return self._latents(q, pages, params, out)
         invariant = params.batch_invariant
         if not invariant and params.max_seqlen_q * (q.shape[-2] // pages.num_kv_heads) <= self._decode.MAX_ROWS:
             return attend_tokens(self._decode.decode_attention, q, pages, params, out)
@@ -70,6 +73,18 @@ class Hopper(Writer):
         if invariant and q.dim() == 3 and self._prefill.packs(params):
             return self._prefill.packed_attention(q, pages, params, out)
         return self._prefill.prefill_attention(q, pages, params, out, new_keys)
+
+    def _latents(
+        self, q: torch.Tensor, pages: KVPages, params: AttentionParams, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if params.batch_invariant:
+            raise UsageError(
+                "attention over latents cannot keep batch_invariant on a GPU: parts of a sequence begin where the "
+                "lengths of the others put them. Leave it out, or pass backend='reference'"
+            )
+        few = self._latent_decode.takes(pages, params, q.shape[-2])
+        kernel = self._latent_decode.latent_decode if few else self._latent.latent_attention
+        return attend_tokens(kernel, q, pages, params, out)
 
 
 @cache

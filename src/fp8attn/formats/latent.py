@@ -37,7 +37,7 @@ def quantize(
     x = x if mean is None else x - mean
     y = rotate(x if factor is None else x / channels(factor))
     amax = y.abs().amax(-1)  # NaN if a channel is
-    scale = torch.where(amax < torch.inf, amax / MOST_CODE, torch.nan)
+    scale = torch.where(amax < torch.inf, amax * (1 / MOST_CODE), torch.nan)
     ratio = y / scale.unsqueeze(-1)  # Scales below FP32's normal numbers are coarse, so a ratio may be above 127.
     codes = torch.where(scale.unsqueeze(-1) > 0, ratio.clamp(-MOST_CODE, MOST_CODE).round(), 0.0)
     return codes.to(torch.int8), scale

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait 
 from triton.experimental.gluon.language.nvidia.hopper.tma import tensor_descriptor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate, base_value
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import ConstexprFunction
 
 from ..formats.codec import FP8
@@ -47,6 +47,7 @@ __all__ = [
     "fence_async_shared",
     "fetch",
     "fetch_words",
+    "gdc_launch_dependents",
     "gdc_wait",
     "gl",
     "gluon",

@@ -18,7 +18,7 @@ def quantize(x, NATIVE: tl.constexpr):
     """`formats.latent.quantize` of rows `x [N, rank]`, which a mean and factors have left: bytes, and scales `[N]`."""
     y = hadamard(x, x.shape[1])
     amax = magnitude(y, NATIVE)
-    scale = tl.where(amax < float("inf"), tl.div_rn(amax, tl.full(amax.shape, _MOST_CODE, tl.float32)), float("nan"))
+    scale = tl.where(amax < float("inf"), amax * (1 / _MOST_CODE), float("nan"))
     each = tl.broadcast_to(scale[:, None], y.shape)
     ratio = tl.minimum(tl.maximum(tl.div_rn(y, each), -_MOST_CODE), _MOST_CODE)
     return to_int8(tl.where(each > 0, ratio, 0.0)), scale

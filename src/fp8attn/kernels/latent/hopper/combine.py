@@ -20,7 +20,8 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
     """R rows and 128 channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order."""
     RANK: tl.constexpr = OPTIONS.rank
     gdc_wait()
-    parts_lse_ptr = numbers_ptr + parts.to(tl.int64) * RANK
+    parts_lse_ptr = numbers_ptr + parts.to(tl.int64) * OPTIONS.part_width
+    parts_ptr = numbers_ptr if OPTIONS.digits == 2 else numbers_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
     row = (tl.program_id(0) // (RANK // CHANNELS)) * R + tl.arange(0, R)
     block = tl.program_id(0) % (RANK // CHANNELS)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
@@ -40,11 +41,13 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
         here = written[:, None] & (i <= count[:, None])
         lse = tl.load(parts_lse_ptr + part, mask=here, other=HIDDEN_FINITE)
         at = part.to(tl.int64)[:, :, None] * RANK + channel[None, None, :]
-        o = tl.load(numbers_ptr + at, mask=here[:, :, None], other=0.0)
+        o = tl.load(parts_ptr + at, mask=here[:, :, None], other=0.0).to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 1))
         weight = tl.where(here, tl.exp2(lse - new_top[:, None]), 0.0)
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weight, 1)
+        if OPTIONS.digits == 1:
+            weight *= tl.load(parts_lse_ptr + parts + part, mask=here, other=0.0)
         out = out * rescale[:, None] + tl.sum(o * weight[:, :, None], 1)
         top = new_top
     hidden = (top == HIDDEN_FINITE) & (total == total)  # a row without keys, or of no sequence; a NaN stays
@@ -54,7 +57,7 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
     lse = top + tl.log2(total)
     if mean_ptr is not None:
         out += tl.load(mean_ptr + channel)[None, :]
-        mean_scores = parts_lse_ptr + parts + num_seqs * row_tiles * OPTIONS.rows
+        mean_scores = parts_lse_ptr + 2 * parts + num_seqs * row_tiles * OPTIONS.rows
         lse += tl.load(mean_scores + row, mask=written, other=0.0)
     out = tl.where(hidden[:, None], 0.0, out)
     to = out_ptr + row.to(tl.int64)[:, None] * RANK + channel[None, :]

@@ -7,7 +7,7 @@ that copies (`load`). Registers are scarce in the first two.
 from __future__ import annotations
 
 from ...decode.work import DecodeBatch, assign
-from ...gluon import gdc_wait, gl, gluon
+from ...gluon import gl, gluon
 from .load import PRODUCER_REGISTERS, LatentSource, allocate, produce
 from .output import accumulate
 from .softmax import weigh
@@ -29,14 +29,13 @@ def latent_kernel(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table
     source = LatentSource(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table_ptr, table_stride)
     memory = allocate(source, OPTIONS)
     memory.open(gl.num_warps())
-    # The kernel is launched while the one that rounds queries runs.
-    gdc_wait()
+    # The kernel runs beside the one that rounds queries. Only what reads these waits: the producer, before it copies
+    # them, and `softmax`. (If the kernel after this one began as early, a short one would be slower: measured.)
     work = assign(batch, worker, workers)
     part = num_tokens * OPTIONS.group + (row_tile * workers + worker) * OPTIONS.rows
-    lse_ptr = numbers_ptr + parts.to(gl.int64) * OPTIONS.rank
-    factor_ptr = lse_ptr + parts
+    lse_ptr = numbers_ptr + parts.to(gl.int64) * OPTIONS.part_width
     gl.warp_specialize([
         (accumulate, (memory, numbers_ptr, OPTIONS)),
-        (weigh, (memory, factor_ptr, lse_ptr, more_ptr, part + OPTIONS.rows, batch.row0, OPTIONS)),
+        (weigh, (memory, lse_ptr, parts, more_ptr, part + OPTIONS.rows, batch.row0, OPTIONS)),
         (produce, (memory, source, batch, work, part, row_tile, row_tiles, OPTIONS)),
     ], [4, 1], [OPTIONS.softmax_registers, PRODUCER_REGISTERS])  # fmt: skip

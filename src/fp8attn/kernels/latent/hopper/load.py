@@ -11,6 +11,7 @@ from ...gluon import (
     aggregate,
     fence_async_shared,
     fetch,
+    gdc_wait,
     gl,
     gluon,
     mbarrier,
@@ -163,6 +164,7 @@ class LatentSource:
     @gluon.jit
     def request_queries(self, memory, piece, block):
         """Starts to copy the queries of a piece, when those of the piece before are not needed any more."""
+        gdc_wait()
         mbarrier.wait(memory.barriers.index(QUERIES_EMPTY), (piece & 1) ^ 1)
         barrier = memory.barriers.index(PIECE_FULL + (piece & 1))
         if self.q_rope is not None:

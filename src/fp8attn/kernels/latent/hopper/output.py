@@ -61,7 +61,8 @@ def _operands(codes, MMA: gl.constexpr, ASM: gl.constexpr):
 
 @gluon.jit
 def _store(memory, piece, parts_ptr, SLICE: gl.constexpr, a, b, options: gl.constexpr):
-    """Stores the rows of two blocks of O^T `[channels, rows]` to their part `[rows, rank]`."""
+    """Stores the rows of two blocks of O^T `[channels, rows]` to their part `[rows, rank]`: FP32, or FP16 with one
+    digit, whose error is larger."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = 32 * WARPS
     R: gl.constexpr = options.rows
@@ -70,6 +71,9 @@ def _store(memory, piece, parts_ptr, SLICE: gl.constexpr, a, b, options: gl.cons
     o = gl.convert_layout(o, OUT, assert_trivial=True)
     channel = SLICE * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, OUT))
     row = gl.arange(0, R, gl.SliceLayout(0, OUT))
+    if options.digits == 1:
+        parts_ptr = parts_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
+        o = o.to(gl.float16)
     first = parts_ptr + memory.get(piece, PART).to(gl.int64) * options.rank
     inside = (row < memory.get(piece, ROWS))[None, :] & (channel >= 0)[:, None]
     gl.store(first + row[None, :] * options.rank + channel[:, None], o, mask=inside)
@@ -95,11 +99,11 @@ def _accumulate_two_digits(memory, parts_ptr, options: gl.constexpr):
         while tile < end:
             # A row's unit has grown, as at the first tile.
             wait_at(memory.at(WEIGHTS_FULL, tile & 1), (tile >> 1) & 1)
-            shift = memory.change.index(tile & 1).load(gl.SliceLayout(0, MMA))[None, :]
-            a0 = a0 >> shift
-            a1 = a1 >> shift
-            r2 = warpgroup_mma_init(a2 >> shift)
-            r3 = warpgroup_mma_init(a3 >> shift)
+            shift = memory.change.index(tile & 1).slice(0, 32, 0).load(gl.SliceLayout(0, HALF))[None, :]
+            a0 = _shifted(a0, shift, MMA, HALF)
+            a1 = _shifted(a1, shift, MMA, HALF)
+            r2 = warpgroup_mma_init(_shifted(a2, shift, MMA, HALF))
+            r3 = warpgroup_mma_init(_shifted(a3, shift, MMA, HALF))
             begin = tile
             same = tile < end
             while same:
@@ -139,9 +143,29 @@ def _accumulate_two_digits(memory, parts_ptr, options: gl.constexpr):
 
 
 @gluon.jit
+def _digits(x):
+    """The sums of the high and of the low digits."""
+    return x.reshape([x.shape[0], 2, 32]).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _shifted(x, shift, MMA: gl.constexpr, HALF: gl.constexpr):
+    """Sums of both digits, shifted right. The bits that the high one loses go to the low one: cut off, they would be a
+    bias of half of 256 units in all channels, which the rotation gathers in one."""
+    high, low = _digits(x)
+    high = gl.convert_layout(high, HALF, assert_trivial=True)
+    low = gl.convert_layout(low, HALF, assert_trivial=True)
+    left = high >> shift
+    lost = high - (left << shift)  # times 256, shifted right: below 256
+    low = (low >> shift) + ((lost << gl.maximum(8 - shift, 0)) >> gl.maximum(shift - 8, 0))
+    x = gl.join(left, low).permute(0, 2, 1).reshape(x.shape)
+    return gl.convert_layout(x, MMA, assert_trivial=True)
+
+
+@gluon.jit
 def _joined(x, LAYOUT: gl.constexpr):
     """The sum of both digits of each row, FP32."""
-    high, low = x.reshape([x.shape[0], 2, 32]).permute(0, 2, 1).split()
+    high, low = _digits(x)
     return gl.convert_layout(high.to(gl.float32) * 256.0 + low.to(gl.float32), LAYOUT, assert_trivial=True)
 
 

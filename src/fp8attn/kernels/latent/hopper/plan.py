@@ -8,12 +8,14 @@ from functools import lru_cache
 import torch
 
 from ....formats.page_layout import PAGE_SIZE
+from ....formats.rotation import MAX_BLOCK
 from ...common import power_of_two
 from ...decode.plan import even_workers
 from ...launch import Constants, ConstexprFields, make_constants, num_sms
 from ...view import View
 
 TILE = 64  # tokens of a tile: half a page
+ROUNDED = 16  # rows of queries that a program rounds
 MMA_ROWS = 64  # of a warpgroup's product: the digits of all rows
 SCALE_BYTES = 4  # of a token, FP32
 STAGES = (8, 4, 3, 2)  # tiles in shared memory: the first that fits
@@ -42,6 +44,7 @@ class LatentOptions(ConstexprFields):
     ragged: bool  # the queries' bounds are given
     softmax_registers: int  # of a thread that computes weights
     most_tiles: int  # `MOST_TILES`
+    part_width: int  # of a row of partial results, in FP32 numbers: they are FP16 with one digit
     # For `decode.work`: its list has whole pages, without windows, padding and places for beginnings and ends.
     tile: int = PAGE_SIZE
     window: bool = False
@@ -60,7 +63,7 @@ class LatentPlan:
     # Rows of partial results: one for each row of the output, from the range in which its sequence begins; then those
     # of each CTA, of the sequence that began before its range.
     parts: int
-    numbers: int  # FP32: the parts, their LSE, the scores of the mean, the factors of quantized rows
+    numbers: int  # FP32: the parts, their LSE, their units, the factors of quantized rows, the scores of the mean
     q: View
     q_rope: View
     codes: View
@@ -92,14 +95,14 @@ def make_latent_plan(
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
         block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged,
         softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES,
+        part_width=rank if digits == 2 else rank // 2,
     )  # fmt: skip
     workers = even_workers(num_sms(device) // row_tiles, num_seqs)
     blocks, results = row_tiles * num_seqs, num_tokens * heads
     parts = results + row_tiles * workers * rows
-    rounded = 4  # rows of a program of the first kernel
     # Of the last kernel: parts that a program loads at once, as many as a row has if sequences have one length; rows.
-    at_once = min(16, power_of_two(max(1, workers // num_seqs)))
-    together = 16 // at_once
+    at_once = min(64, power_of_two(max(1, workers // num_seqs)))
+    together = max(1, 16 // at_once)
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
     return LatentPlan(
@@ -107,7 +110,7 @@ def make_latent_plan(
         workers=workers,
         blocks=blocks,
         parts=parts,
-        numbers=parts * (rank + 1) + results + blocks * rows,
+        numbers=parts * (options.part_width + 2) + blocks * rows + results,
         q=View((blocks * MMA_ROWS, rank), (rank, 1), (MMA_ROWS, rank)),
         q_rope=View((blocks * MMA_ROWS, rope), (rope, 1), (MMA_ROWS, rope)),
         codes=View((num_pages, PAGE_SIZE, rank), (nbytes, rank, 1), (1, TILE, rank), dtype=torch.int8),
@@ -119,10 +122,12 @@ def make_latent_plan(
             (num_pages, PAGE_SIZE), (nbytes // SCALE_BYTES, 1), (1, TILE),
             swizzled=False, dtype=torch.float32, offset=PAGE_SIZE * (rank + 2 * rope),
         ),
-        round_grid=(blocks * rows // rounded,),
+        round_grid=(blocks * rows // ROUNDED,),
         grid=(row_tiles * workers,),
         combine_grid=(-(-results // together) * (rank // 128),),
-        round=make_constants("latent queries", device, OPTIONS=options, N=rounded, num_warps=4, launch_pdl=True),
+        round=make_constants(
+            "latent queries", device, OPTIONS=options, num_warps=rank // MAX_BLOCK, launch_pdl=True
+        ),
         attend=make_constants(
             "latent", device, operands="unsigned" if digits == 1 else "none",
             OPTIONS=options, num_warps=warps, maxnreg=65536 // threads // 8 * 8, launch_pdl=True,

@@ -2,78 +2,138 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
-
-from ....formats.rotation import MAX_BLOCK
 from ...common import LOG2E
-from ...rotation import hadamard
+from ...gluon import gdc_launch_dependents, gdc_wait, gl, gluon, mma_v2
+from ...prefill.queries import hadamard_blocks
+from ...rotation import HIGH_SIGNS, LOW_SIGNS
+from . import plan
 
-SMALLEST = tl.constexpr(67 << 23)  # 2^-60, in bits: a row of smaller values is rounded as if this were its largest
-ROUND = tl.constexpr(1.5 * 2**23)  # a sum with it has the bits of this number plus the rounded integer
-BLOCK = tl.constexpr(MAX_BLOCK)  # channels of a factor, and of the rotation
-ROUND_BITS = tl.constexpr(0x4B400000)
-MOST_ROPE = tl.constexpr(32768.0)  # of a query's RoPE part in FP16
+SMALLEST = gl.constexpr(67 << 23)  # 2^-60, in bits: a row of smaller values is rounded as if this were its largest
+ROUND = gl.constexpr(1.5 * 2**23)  # a sum with it has the bits of this number plus the rounded integer
+BLOCK = gl.constexpr(plan.MAX_BLOCK)  # channels of a factor, of the rotation, and of a warp
+ROUND_BITS = gl.constexpr(0x4B400000)
+MOST_ROPE = gl.constexpr(32768.0)  # of a query's RoPE part in FP16
+N = gl.constexpr(plan.ROUNDED)  # rows of a program
 
 
-@triton.jit(do_not_specialize=["stride_t", "stride_h", "parts", "num_seqs", "max_q", "row_tiles"])
+@gluon.jit(do_not_specialize=["stride_t", "stride_h", "parts", "num_seqs", "max_q", "row_tiles"])
 def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, factor_ptr, codes_ptr, rope_ptr, numbers_ptr,
-                          parts, num_seqs, max_q, row_tiles, scale,
-                          OPTIONS: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Rounds N rows `[rank + rope]` a program. A score is the integer product times the token's scale plus the RoPE
+                          parts, num_seqs, max_q, row_tiles, scale, OPTIONS: gl.constexpr):  # fmt: skip
+    """Rounds 16 rows `[rank + rope]` a program. A score is the integer product times the token's scale plus the RoPE
     product, times the row's factor: an exponent of two.
 
     One unit serves both parts of a row. It is the largest magnitude of the latent part by 127 or 127 * 128, or more if
-    the RoPE part would not fit into FP16.
+    the RoPE part would not fit into FP16. A warp has a block of the rotation, of which the tensor core computes 16
+    channels: its products with 1 and -1 are exact.
     """
-    ROWS: tl.constexpr = OPTIONS.rows
-    TOP: tl.constexpr = 127.0 if OPTIONS.digits == 1 else 127.0 * 128
+    WARPS: gl.constexpr = gl.num_warps()
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
+    ROWS: gl.constexpr = OPTIONS.rows
+    TOP: gl.constexpr = 127.0 if OPTIONS.digits == 1 else 127.0 * 128
+    k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
+    odd = k & gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
+    odd = odd ^ (odd >> 2)
+    odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> k)) & 1
+    same = gl.zeros([WARPS, 1, 1], gl.int32, RIGHT)
+    plus = gl.where(odd + same > 0, -1.0, 1.0).to(q_ptr.dtype.element_ty)
     gdc_wait()
-    block = tl.program_id(0) // (ROWS // N)
-    row = (tl.program_id(0) % (ROWS // N)) * N + tl.arange(0, N)[:, None]
-    seq = block // row_tiles
+    # Attention may begin now: from here on, it reads tokens, and memory that launches before this one use is free.
+    gdc_launch_dependents()
+    seq, first_row = _place(row_tiles, OPTIONS)
     query = seq * max_q
     num_q = max_q
     if OPTIONS.ragged:
-        query = tl.load(bounds_ptr + seq)
-        num_q = tl.load(bounds_ptr + seq + 1) - query
-    in_seq = (block % row_tiles) * ROWS + row
-    inside = in_seq < num_q * OPTIONS.group
-    token = (query + in_seq // OPTIONS.group).to(tl.int64)
-    head = in_seq % OPTIONS.group
-    at = q_ptr + token * stride_t + head.to(tl.int64) * stride_h
-    channel = tl.arange(0, OPTIONS.rank)[None, :]
-    q = tl.load(at + channel, mask=inside, other=0.0).to(tl.float32)
-    lse_ptr = numbers_ptr + parts.to(tl.int64) * OPTIONS.rank
-    row_factor_ptr = lse_ptr + parts
-    if mean_ptr is not None:
-        mean_score = tl.sum(q * tl.load(mean_ptr + channel), 1, keep_dims=True) * (scale * LOG2E)
-        mean_scores = row_factor_ptr + num_seqs * row_tiles * ROWS
-        tl.store(mean_scores + token * OPTIONS.group + head, mean_score, mask=inside)
+        query = gl.load(bounds_ptr + seq)
+        num_q = gl.load(bounds_ptr + seq + 1) - query
+    # The queries, 16 channels of each block at a time
+    at, inside = _rows(first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
+    channel = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None] * BLOCK
+    channel += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
+    at, inside = at[None, :, None] + channel, inside[None, :, None] & (channel >= 0)
+    none = gl.zeros([WARPS, N, 16], gl.float32, MMA)
+    blocks = ()
+    mean_score = gl.zeros([WARPS, N, 16], gl.float32, LEFT)
+    for j in gl.static_range(BLOCK // 16):
+        q = gl.load(q_ptr + at + 16 * j, mask=inside, other=0.0)
+        if mean_ptr is not None:
+            mean_score += q.to(gl.float32) * gl.load(mean_ptr + channel + 16 * j)
+        x = mma_v2(q, plus, none)
+        blocks += (-x if (HIGH_SIGNS >> j) & 1 else x,)
+    blocks = hadamard_blocks(blocks, 1, BLOCK // 16)
+    size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
+    block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     if factor_ptr is not None:
-        q *= tl.load(factor_ptr + channel // BLOCK)
-    q = hadamard(q, OPTIONS.rank)
-    bits = tl.max(tl.abs(q).to(tl.int32, bitcast=True), 1, keep_dims=True)  # NaN is larger than all numbers here
+        size *= gl.load(factor_ptr + block)
+    bits = gl.zeros([WARPS, N, 16], gl.int32, MMA)
+    rotated = ()
+    for j in gl.static_range(BLOCK // 16):
+        rotated += (blocks[j] * size,)
+        bits = gl.maximum(bits, gl.abs(rotated[j]).to(gl.int32, bitcast=True))  # NaN is larger than all numbers here
+    bits = gl.max(gl.max(bits, 2), 0)
     if OPTIONS.rope > 0:
-        rope_channel = tl.arange(0, OPTIONS.rope)[None, :]
-        rope = tl.load(at + OPTIONS.rank + rope_channel, mask=inside, other=0.0).to(tl.float32)
-        rope_bits = (tl.abs(rope) * (TOP / MOST_ROPE)).to(tl.int32, bitcast=True)
-        bits = tl.maximum(bits, tl.max(rope_bits, 1, keep_dims=True))
-    largest = tl.maximum(bits, SMALLEST).to(tl.float32, bitcast=True)
-    inverse = tl.where(scale < 0, -TOP, TOP) / largest  # the sign of the scale is the queries'
-    factor = tl.abs(scale) * LOG2E * largest / TOP
-    factor = tl.where(factor < 1e-37, 1e-37, factor)  # times a hidden score it is no NaN
-    tl.store(row_factor_ptr + block * ROWS + row, factor)
-    x = (q * inverse + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
-    if OPTIONS.digits == 1:
-        at_row = block * 64 + row
-        tl.store(codes_ptr + at_row.to(tl.int64) * OPTIONS.rank + channel, x.to(tl.int8))
-    else:
-        at_row = block * 64 + 16 * (row // 8) + row % 8  # the low digits are 8 rows behind: in the same thread
-        low = ((x + 64) & 127) - 64
-        to = codes_ptr + at_row.to(tl.int64) * OPTIONS.rank + channel
-        tl.store(to, ((x - low) >> 7).to(tl.int8))
-        tl.store(to + 8 * OPTIONS.rank, low.to(tl.int8))
+        FLAT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+        rope_at, rope_inside = _rows(
+            first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(1, FLAT)
+        )  # fmt: skip
+        rope_channel = gl.arange(0, OPTIONS.rope, gl.SliceLayout(0, FLAT))[None, :]
+        rope_at = rope_at[:, None] + OPTIONS.rank + rope_channel
+        rope = gl.load(q_ptr + rope_at, mask=rope_inside[:, None] & (rope_channel >= 0), other=0.0).to(gl.float32)
+        rope_bits = gl.max((gl.abs(rope) * (TOP / MOST_ROPE)).to(gl.int32, bitcast=True), 1)
+        bits = gl.maximum(bits, gl.convert_layout(rope_bits, ROW))
+    largest = gl.maximum(bits, SMALLEST).to(gl.float32, bitcast=True)
+    inverse = gl.where(scale < 0, -TOP, TOP) / largest  # the sign of the scale is the queries'
+    factor = gl.abs(scale) * LOG2E * largest / TOP
+    factor = gl.where(factor < 1e-37, 1e-37, factor)  # times a hidden score it is no NaN
+    row = first_row + gl.arange(0, N, ROW)
+    factors_ptr = numbers_ptr + parts.to(gl.int64) * (OPTIONS.part_width + 2)
+    gl.store(factors_ptr + seq * row_tiles * ROWS + row, factor)
+    if mean_ptr is not None:
+        scores_ptr = factors_ptr + num_seqs * row_tiles * ROWS + query * OPTIONS.group
+        total = gl.convert_layout(gl.sum(gl.sum(mean_score, 2), 0), ROW) * (scale * LOG2E)
+        gl.store(scores_ptr + row, total, mask=row < num_q * OPTIONS.group)
+    stored_row = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[None, :, None]
+    column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
+    to = codes_ptr + stored_row * OPTIONS.rank + block * BLOCK + column
+    for j in gl.static_range(BLOCK // 16):
+        x = (rotated[j] * inverse[None, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
+        if OPTIONS.digits == 1:
+            gl.store(to + 16 * j, x.to(gl.int8))
+        else:
+            low = ((x + 64) & 127) - 64
+            gl.store(to + 16 * j, ((x - low) >> 7).to(gl.int8))
+            gl.store(to + 16 * j + 8 * OPTIONS.rank, low.to(gl.int8))
     if OPTIONS.rope > 0:
-        tl.store(rope_ptr + at_row.to(tl.int64) * OPTIONS.rope + rope_channel, (rope * inverse).to(tl.float16))
+        rope *= gl.convert_layout(inverse, gl.SliceLayout(1, FLAT))[:, None]
+        row = first_row + gl.arange(0, N, gl.SliceLayout(1, FLAT))
+        to = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
+        gl.store(rope_ptr + to, rope.to(gl.float16))
+
+
+@gluon.jit
+def _place(row_tiles, options: gl.constexpr):
+    """The sequence of a program, and its first row in it."""
+    program = gl.program_id(0)
+    of_seq = row_tiles * (options.rows // N)
+    return program // of_seq, program % of_seq * N
+
+
+@gluon.jit
+def _rows(first_row, query, num_q, stride_t, stride_h, options: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where the program's rows of the queries begin, and whether they exist."""
+    row = first_row + gl.arange(0, N, LAYOUT)
+    token = (query + row // options.group).to(gl.int64)
+    at = token * stride_t + (row % options.group).to(gl.int64) * stride_h
+    return at, row < num_q * options.group
+
+
+@gluon.jit
+def _stored(first_block, row, options: gl.constexpr):
+    """The stored row of a sequence's rows. Low digits are 8 rows behind the high ones: in the same thread of a
+    product."""
+    at = (first_block + row // options.rows) * plan.MMA_ROWS
+    if options.digits == 1:
+        return at + row % options.rows
+    return at + 16 * (row % options.rows // 8) + row % 8

@@ -15,7 +15,7 @@ loss is a bias where latents have a mean.
 from __future__ import annotations
 
 from ...common import HIDDEN, HIDDEN_FINITE, UNSEEN
-from ...gluon import aggregate, fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from ...gluon import aggregate, fence_async_shared, gdc_wait, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ...ptx import meet_and_arrive_at, pin, uniform, uniform_zero, wait_at
 from .load import (
     BLOCK,
@@ -196,6 +196,7 @@ class RowSums:
     total: gl.tensor  # of the weights, in units of 2^unit
     codes: gl.tensor | gl.constexpr  # one digit: of the rounded weights
     scale: gl.tensor  # one number
+    largest: gl.tensor  # with one digit, of all `scale`
 
 
 @gluon.jit
@@ -203,7 +204,8 @@ def _start(tile, options: gl.constexpr):
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     R: gl.constexpr = options.rows
     zeros = gl.full([R], 0.0, gl.float32, ROW)
-    return RowSums(zeros + UNSEEN, zeros + UNSEEN, zeros, zeros, tile.to(gl.float32) * 0.0 + SMALLEST_SCALE)
+    scale = tile.to(gl.float32) * 0.0 + SMALLEST_SCALE
+    return RowSums(zeros + UNSEEN, zeros + UNSEEN, zeros, zeros, scale, scale)
 
 
 @gluon.jit
@@ -244,19 +246,23 @@ def _weigh(memory, tile, sums, y, scales, factor, aged, options: gl.constexpr):
         change = alpha * (sums.scale / scale)
         codes = codes * change + gl.convert_layout(gl.sum(added, 1).to(gl.float32), ROW, assert_trivial=True)
     _publish(memory, tile, high, low, change, options)
-    return RowSums(unit, top, total, codes, scale)
+    most = sums.largest
+    if options.digits == 1:
+        most = gl.maximum(most, scale)
+    return RowSums(unit, top, total, codes, scale, most)
 
 
 @gluon.jit
-def _store(memory, piece, sums, lse_ptr, more_ptr, next_part, options: gl.constexpr):
+def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
     """The end of a piece: the factors of its sums to the warps that accumulate; the LSE of its part, as an exponent of
-    two; and where the other parts of its rows are."""
+    two, and with one digit its unit, so that FP16 holds it; and where the other parts of its rows are."""
     LARGEST: gl.constexpr = _largest_weight(options.digits)
     factor = gl.where(sums.total == 0.0, 0.0, sums.scale / (LARGEST * sums.total))  # a NaN stays
     slot = piece & 1
     if options.digits == 2:
         memory.sums.index(slot * 2).store(factor)
     else:
+        factor /= sums.largest
         # The accumulators are numbers of subnormal bits, whose exponent this and 2^126 take away. Codes had 128 added.
         memory.sums.index(slot * 2).store(factor * 2.0**23)
         memory.sums.index(slot * 2 + 1).store(sums.codes * factor * 128.0)
@@ -266,6 +272,8 @@ def _store(memory, piece, sums, lse_ptr, more_ptr, next_part, options: gl.conste
     part = memory.get(piece, PART) + row
     lse = gl.where(sums.total == 0.0, HIDDEN_FINITE, sums.unit + gl.log2(sums.total))
     gl.store(lse_ptr + part, lse, mask=inside)
+    if options.digits == 1:
+        gl.store(lse_ptr + parts + part, sums.largest + lse * 0.0, mask=inside)
     more = memory.get(piece, MORE)
     if more >= 0:
         gl.store(more_ptr + 2 * part, next_part + row, mask=inside)
@@ -273,17 +281,18 @@ def _store(memory, piece, sums, lse_ptr, more_ptr, next_part, options: gl.conste
 
 
 @gluon.jit
-def weigh(memory, factor_ptr, lse_ptr, more_ptr, next_part, row0, options: gl.constexpr):
-    """The warpgroup that computes weights. `next_part`: the first that other ranges have of the sequence which ends
-    after this CTA's range; `row0`: the CTA's first row in each sequence."""
+def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constexpr):
+    """The warpgroup that computes weights. `parts`: the number of rows of partial results; `next_part`: the first that
+    other ranges have of the sequence which ends after this CTA's range; `row0`: the CTA's first row in a sequence."""
     AHEAD: gl.constexpr = options.digits == 2  # the next product runs while weights are computed
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     row = gl.arange(0, options.rows, ROW)
+    gdc_wait()
     piece = 0
     tile = 0
     tiles = memory.tiles_of(piece)
     while tiles >= 0:
-        factor = gl.load(factor_ptr + memory.get(piece, BLOCK) * options.rows + row)
+        factor = gl.load(lse_ptr + 2 * parts + memory.get(piece, BLOCK) * options.rows + row)
         seen = memory.get(piece, LEFT)
         if options.causal:
             seen -= memory.get(piece, QUERIES) - 1
@@ -313,7 +322,7 @@ def weigh(memory, factor_ptr, lse_ptr, more_ptr, next_part, row0, options: gl.co
             y, scales = _hide(memory, piece, y, scales, seen, row0, True, options)
             sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
             tile += 1
-        _store(memory, piece, sums, lse_ptr, more_ptr, next_part, options)
+        _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options)
         meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
         piece += 1
         tiles = memory.tiles_of(piece)
