@@ -150,28 +150,30 @@ class Model(nn.Module):
         return losses.view(batch, length), hits.view(batch, length)
 
 
+HF_NAMES = {  # of a layer's weights
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    **{f"w{p}": f"self_attn.{p}_proj" for p in "qkvo"},
+    "wa": "self_attn.kv_a_proj_with_mqa",
+    "latent_norm": "self_attn.kv_a_layernorm",
+    "wb": "self_attn.kv_b_proj",
+}
+
+
 def hf_weights(model):
     """The weights in BF16 under the names that transformers gives them: `LlamaForCausalLM`, or `DeepseekV3ForCausalLM`,
     whose pairs of channels with RoPE lie beside each other, where ours are half of them apart.
     """
-    names = {
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        **{f"w{p}": f"self_attn.{p}_proj" for p in "qkvo"},
-        "wa": "self_attn.kv_a_proj_with_mqa",
-        "latent_norm": "self_attn.kv_a_layernorm",
-        "wb": "self_attn.kv_b_proj",
-    }
     weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for i, layer in enumerate(model.layers):
         own = dict(layer.named_parameters())
         if is_latent(model.c):
             own["wq"] = interleaved(own["wq"].unflatten(0, (model.c["num_attention_heads"], -1)), model.c).flatten(0, 1)
             own["wa"] = interleaved(own["wa"][None], model.c)[0]
-        weights |= {f"model.layers.{i}.{names[name]}.weight": w for name, w in own.items()}
+        weights |= {f"model.layers.{i}.{HF_NAMES[name]}.weight": w for name, w in own.items()}
     return {name: w.detach().to("cpu", torch.bfloat16).contiguous() for name, w in weights.items()}
 
 

@@ -28,6 +28,7 @@ from retrieval import RetrievalTask
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
+from twin import make_twin, small_model
 
 # In order of choice. cuDNN's is the faster on Hopper, where attention is most of a long step; none but these two is an
 # option there, since the others hold scores of [length, length].
@@ -163,7 +164,7 @@ def main():
         default=math.inf,
         help="seconds, all told, after which this run saves its state and ends",
     )
-    parser.add_argument("--latent", action="store_true", help="train the twin with multi-head latent attention")
+    parser.add_argument("--latent", action="store_true", help="train the small model's twin with latent attention")
     parser.add_argument("--out", type=Path, required=True, help="folder for the log, the state and the weights")
     args = parser.parse_args()
     with sdpa_kernel(FAST_ATTENTION, set_priority=True) if torch.cuda.is_available() else nullcontext():
@@ -175,7 +176,7 @@ def train(args):
     first one reports.
     """
     began = time.monotonic()
-    settings = CONFIG["train"]
+    settings = CONFIG["train"] | (CONFIG["train_latent"] if args.latent else {})
     check_lengths(settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rank, share = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -200,7 +201,13 @@ def train(args):
     text = torch.from_numpy(stream.astype(np.int32)).to(device)
 
     torch.manual_seed(settings["seed"])
-    model = Model(CONFIG["latent" if args.latent else "llama"], compiled=device == "cuda").to(device)
+    if args.latent:  # texts and retrieval, as they come in training
+        plain = stream[: 8 * 1024].astype(np.int32).reshape(8, 1024)
+        asked, _ = RetrievalTask(tokenizer, words, stream, settings["seed"]).batch(8, 1024)
+        model = make_twin(small_model(), torch.from_numpy(np.concatenate((plain, asked))), compiled=device == "cuda")
+    else:
+        model = Model(CONFIG["llama"], compiled=device == "cuda")
+    model.to(device)
     optimizers = make_optimizers(model, settings)
     peak = [o.param_groups[0]["lr"] for o in optimizers]
     step, elapsed, tokens, best = 0, 0.0, 0, (0, math.inf)

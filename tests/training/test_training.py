@@ -18,6 +18,7 @@ import data
 import train
 from model import Model, save_hf
 from retrieval import FORMS, RetrievalTask
+from twin import make_twin, small_model
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +103,18 @@ def test_transformers_computes_what_was_trained(kind, tmp_path):
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     assert (hits == (logits.argmax(-1) == tokens[:, 1:])).all()
+
+
+def test_the_twin_begins_as_the_small_model(task):
+    """Without training it finds every sentence of short contexts, and models text almost as well."""
+    model = small_model()
+    text = torch.from_numpy(task.text[: 4 * 257].astype(np.int64)).view(4, 257)
+    contexts, learned = (torch.from_numpy(x) for x in task.batch(8, 257, ruler_only=True))
+    torch.manual_seed(0)
+    twin = make_twin(model, torch.cat((text, contexts)).int()).eval()
+    assert twin.c["kv_lora_rank"] == 512 and twin.c["qk_rope_head_dim"] == 64
+    with torch.no_grad():
+        (model_loss, _), (twin_loss, _) = model(text), twin(text)
+        hits = twin(contexts)[1]
+    assert model_loss.mean() < twin_loss.mean() < model_loss.mean() + 0.8
+    assert (hits | ~learned[:, 1:]).all()
