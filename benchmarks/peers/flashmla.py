@@ -4,6 +4,8 @@ Hopper), whose sums are in the tensor core over all tokens of a block. Only `ben
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from fp8attn.formats.codec import FP8
@@ -42,24 +44,51 @@ def _run(shape: Shape, q: torch.Tensor, cache: torch.Tensor, call) -> Run:
     return Run(lambda: call().flatten(0, 1), q.flatten(0, 1), held)
 
 
+def attend_bf16(
+    q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float,
+    plan: Sequence[torch.Tensor | None] = (None, None),
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:  # fmt: skip
+    """DeepSeek's kernel.
+
+    Args:
+        q: `[batch, queries, heads, 576]`, BF16; the last query sees the last token.
+        cache: `[pages, 64, 1, 576]`, BF16.
+        lengths: `[batch]` int32.
+        table: `[batch, columns]` int32, the pages of each sequence.
+        plan: what a call with these shapes and lengths returned.
+    Returns:
+        `[batch, queries, heads, 512]` BF16, and the plan.
+    """
+    out, _, *plan = torch.ops._flashmla_C.dense_decode_fwd(q, cache, RANK, lengths, table, scale, True, *plan, None)
+    return out, plan
+
+
+def attend_fp8(
+    q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float,
+    plan: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:  # fmt: skip
+    """vLLM's kernel, with scales of 1: arguments as `attend_bf16`, `q` and `cache` in E4M3."""
+    ops = torch.ops._flashmla_extension_C
+    if plan is None:
+        parts = ops.get_mla_decoding_metadata_dense_fp8(lengths, q.shape[1] * q.shape[2], 1)
+        plan = *parts, *torch.ones(2, 1, device=q.device)
+    return ops.fwd_kvcache_mla_fp8(q, cache, RANK, lengths, table, scale, True, *plan)[0], plan
+
+
 def bf16(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
-    """Its call over BF16 latents `k [tokens, 1, 576]`, whose first channels are `v`."""
-    ops = torch.ops._flashmla_C
-    q, cache, lengths, table = _inputs(shape, q, k, torch.bfloat16)
-    fixed = q, cache, RANK, lengths, table, shape.softmax_scale, shape.causal
-    _, _, meta, splits = ops.dense_decode_fwd(*fixed, None, None, None)
-    return _run(shape, q, cache, lambda: ops.dense_decode_fwd(*fixed, meta, splits, None)[0])
+    """Its call over BF16 latents `k [tokens, 1, 576]`, whose first channels are `v`. Its plan is not timed."""
+    return _run_of(attend_bf16, shape, q, k, torch.bfloat16)
 
 
 def fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
-    """vLLM's call over the same latents in E4M3, with scales of 1. Its plan and Q's rounding are not timed."""
-    ops = torch.ops._flashmla_extension_C
-    q, cache, lengths, table = _inputs(shape, q, k, FP8)
-    meta, splits = ops.get_mla_decoding_metadata_dense_fp8(lengths, q.shape[1] * shape.q_heads, 1)
-    one = torch.ones(1, device=DEVICE)
-    return _run(shape, q, cache, lambda: ops.fwd_kvcache_mla_fp8(
-        q, cache, RANK, lengths, table, shape.softmax_scale, shape.causal, meta, splits, one, one
-    )[0])  # fmt: skip
+    """vLLM's call over the same latents in E4M3. Its plan and Q's rounding are not timed."""
+    return _run_of(attend_fp8, shape, q, k, FP8)
+
+
+def _run_of(attend: Callable, shape: Shape, q: torch.Tensor, latents: torch.Tensor, dtype: torch.dtype) -> Run:
+    q, cache, lengths, table = _inputs(shape, q, latents, dtype)
+    _, plan = attend(q, cache, lengths, table, shape.softmax_scale)
+    return _run(shape, q, cache, lambda: attend(q, cache, lengths, table, shape.softmax_scale, plan)[0])
 
 
 def _load() -> None:
