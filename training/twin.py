@@ -17,6 +17,7 @@ import torch
 from data import CONFIG, MODEL
 from model import HF_NAMES, Model, rms_norm
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FILL = 3.0  # root mean square of the channels of a latent that K and V leave free, beside theirs of 1
 
@@ -62,7 +63,8 @@ def moments(llama, tokens):
         return project(x, norm, *rest)
 
     llama.plain = (note, *others)
-    llama(tokens)
+    with sdpa_kernel(SDPBackend.MATH):  # training has chosen kernels that take no float32
+        llama(tokens)
     llama.plain = (project, *others)
     return found
 

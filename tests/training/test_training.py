@@ -18,6 +18,7 @@ import data
 import train
 from model import Model, save_hf
 from retrieval import FORMS, RetrievalTask
+from torch.nn.attention import sdpa_kernel
 from twin import make_twin, small_model
 
 
@@ -111,7 +112,8 @@ def test_the_twin_begins_as_the_small_model(task):
     text = torch.from_numpy(task.text[: 4 * 257].astype(np.int64)).view(4, 257)
     contexts, learned = (torch.from_numpy(x) for x in task.batch(8, 257, ruler_only=True))
     torch.manual_seed(0)
-    twin = make_twin(model, torch.cat((text, contexts)).int()).eval()
+    with sdpa_kernel(train.FAST_ATTENTION, set_priority=True):  # as training has it
+        twin = make_twin(model, torch.cat((text, contexts)).int()).eval()
     assert twin.c["kv_lora_rank"] == 512 and twin.c["qk_rope_head_dim"] == 64
     with torch.no_grad():
         (model_loss, _), (twin_loss, _) = model(text), twin(text)
