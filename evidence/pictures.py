@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from .rows import latest, lengths, path_of
+from .rows import latest, lengths, path_of, ratio
 from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
 from .tables.texts import STORED, TEXTS
@@ -30,6 +30,15 @@ COLORS = {impl: call.color for impl, call in CALLS.items()} | {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc",
 }  # fmt: skip
+SUMS = {  # kernels over K and V: label, color, style
+    "fp8attn hopper": ("fp8attn", COLORS["fp8attn"], "o-"),
+    "FlashAttention-3 (flash_attn_interface)": ("FlashAttention-3", COLORS["fa3-fp8"], "o-"),
+    "FlashAttention-3 (fa3_fwd_interface)": ("FlashAttention-3 (fa3-fwd)", COLORS["fa3-fp8"], "o--"),
+    "FlashAttention-3 (vllm)": ("vLLM's FlashAttention-3", COLORS["vllm-fa3-fp8"], "o--"),
+    "PyTorch's quantized SDPA": ("PyTorch's quantized SDPA", "#9b5de5", "o:"),
+}
+LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
+MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 
@@ -173,7 +182,98 @@ def plot_needle() -> None:
     finish("needle", figure, grid[0], title)
 
 
+def plot_accumulation() -> None:
+    """Error by length: prompts over K and V above, steps over latents below, a line a batch; a column a mean."""
+    device, rows = latest("accumulation")
+    figure, grid = plt.subplots(2, 3, figsize=(12, 7.4), sharex=True, sharey=True)
+    for axes, mean in zip(grid[0], MEANS, strict=True):
+        for impl in dict.fromkeys(impl for case, impl in rows if case.startswith("S")):
+            label, color, style = SUMS[impl]
+            points = {n: rows[case, impl][f"rel_err_{mean:g}"] for n, case in lengths(rows, r"S(\d+)").items()}
+            axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=label, color=color)
+        axes.set_title(f"prompts, V of mean {mean:g} deviations", loc="left", fontsize=10)
+    for axes, mean in zip(grid[1], MEANS, strict=True):
+        for batch, style in {66: "o-", 8: "o--", 1: "o:"}.items():
+            cases = lengths(rows, rf"latent-B{batch}-S(\d+)")
+            for impl in LATENT if batch != 8 else ("vllm-flashmla-fp8",):  # the others do not depend on the batch
+                points = {n: row[f"rel_err_{mean:g}"] for n, case in cases.items() if (row := rows.get((case, impl)))}
+                label = f"{LATENT[impl]}, {'a request alone' if batch == 1 else f'{batch} requests'}"
+                axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=label, color=COLORS[impl])
+        axes.set_title(f"decode over latents, mean {mean:g}", loc="left", fontsize=10)
+    for axes in grid.flat:
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.25)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("relative error")
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens in the cache")
+    for axes in grid[:, 0]:
+        axes.legend(fontsize=6.5, loc="upper left", frameon=False)
+    title = f"What sums lose on an {device}: error against float64 on the same bytes, by length and batch"
+    finish("accumulation", figure, figure.add_axes((0, 0, 0, 0), visible=False), title)
+
+
+def plot_latent() -> None:
+    """Speed over vLLM's kernel by case, and errors by the mean of latents, a column a case."""
+    device, rows = latest("latent")
+    peer = "vllm-flashmla-fp8"
+    cases = [case for case, impl in rows if impl == peer]
+    figure, (speed, off) = plt.subplots(2, 1, figsize=(12, 7), sharex=True)
+    for i, (impl, label) in enumerate(LATENT.items()):
+        at = np.arange(len(cases)) + 0.28 * (i - 1)
+        here = [rows.get((case, impl)) for case in cases]
+        times = [ratio(row, rows[case, peer]) or 0 for row, case in zip(here, cases, strict=True)]
+        bars = speed.bar(at, times, 0.26, label=label, color=COLORS[impl])
+        if impl == "fp8attn":
+            speed.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=7, rotation=90, padding=2)
+        for mean, marker in zip(MEANS, ("v", "s", "o"), strict=True):
+            key = "rel_err" if mean == 1 else f"rel_err_{mean:g}"
+            errors = [row[key] if row else np.nan for row in here]
+            off.plot(at, errors, marker, ms=4, color=COLORS[impl], alpha=0.9 if mean == 1 else 0.5)
+    for mean, marker in zip(MEANS, ("v", "s", "o"), strict=True):
+        off.plot([], [], marker, ms=4, color="#555555", label=f"latents of mean {mean:g}")
+    speed.axhline(1, color="#555555", lw=0.8)
+    speed.set_ylabel("times as fast as vLLM's FP8")
+    off.set_ylabel("relative error")
+    off.set_yscale("log")
+    off.grid(alpha=0.25, axis="y")
+    off.legend(fontsize=8, frameon=False, ncols=3)
+    off.set_xticks(range(len(cases)), cases, fontsize=7, rotation=60, ha="right")
+    finish(
+        "latent", figure, speed, f"A decode step over latents on an {device} (512 + 64 channels; heads, batch, tokens)"
+    )
+
+
+def plot_latent_needle() -> None:
+    """Right answers by depth above, a panel a system, a column a case; perplexity over BF16's below."""
+    device, rows = latest("latent_needle")
+    cases = list(dict.fromkeys(case for case, _ in rows))
+    systems = {"bf16": "FlashMLA, BF16", "fp8attn": LATENT["fp8attn"], "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8"}
+    figure, grid = plt.subplots(2, 3, figsize=(12, 7.6), sharex=True, sharey="row", height_ratios=[3, 2])
+    for (above, below), (impl, title) in zip(grid.T, systems.items(), strict=True):
+        here = [rows.get((case, impl), {}) for case in cases]
+        cells = np.full((10, len(cases)), np.nan)
+        for i, row in enumerate(here):
+            for depth, (score, _) in row.get("depths", {}).items():
+                cells[min(int(10 * float(depth)), 9), i] = 100 * score
+        extent = (-0.5, len(cases) - 0.5, 100, 0)
+        image = above.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=extent)
+        above.set_title(title, fontsize=10)
+        below.bar(range(len(cases)), [row.get("d_ppl_pct", np.nan) for row in here], color=COLORS.get(impl, "#7d8597"))
+        below.set_yscale("symlog", linthresh=1)
+        below.grid(alpha=0.25, axis="y")
+        below.set_xticks(range(len(cases)), cases, rotation=90, fontsize=7)
+    grid[0, 0].set_ylabel("depth of the needle, %")
+    grid[1, 0].set_ylabel("perplexity over BF16's, %")
+    figure.colorbar(image, ax=grid[0], label="% right", shrink=0.8)
+    title = f"Needles over latents on an {device}: right answers by batch and tokens (mean: planted, white: not asked)"
+    finish("latent_needle", figure, grid[1, 0], title)
+
+
 PLOTS = {
+    "accumulation": plot_accumulation,
+    "latent": plot_latent,
+    "latent_needle": plot_latent_needle,
     "vllm": plot_vllm,
     "needle": plot_needle,
     "decode": plot_decode,
@@ -182,9 +282,15 @@ PLOTS = {
 }
 
 
+def measured(name: str) -> bool:
+    """Whether there are rows for a picture. Those of `accumulation` had one mean and no batches before."""
+    held = latest(name)[1].values()
+    return any("rel_err_1" in row for row in held) if name == "accumulation" else bool(held)
+
+
 def main() -> None:
     for name in sys.argv[1:] or PLOTS:
-        if path_of(name) is not None:
+        if measured(name):
             PLOTS[name]()
 
 

@@ -61,7 +61,7 @@ def accumulation() -> str:
     cases = lengths(here, r"S(\d+)")
     body = [
         [impl, *(f"{here[case, impl]['rel_err']:.1%}" for case in cases.values())]
-        for impl in dict.fromkeys(impl for _, impl in here)
+        for impl in dict.fromkeys(impl for case, impl in here if case in cases.values())
     ]
     return table([f"{title}; keys", *(f"{n:,}" for n in cases)], body)
 
