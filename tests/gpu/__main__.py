@@ -18,7 +18,7 @@ from evidence import results
 
 
 class Outcomes:
-    """Counts outcomes by file, as pytest reports them."""
+    """Counts outcomes by file, as pytest reports them, and prints a failure at once: a run may be cut off."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter] = {}
@@ -26,6 +26,8 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             self.counts.setdefault(report.location[0], Counter())[report.outcome] += 1
+        if report.failed:
+            print(f"\n{report.nodeid}: {report.longreprtext[-1000:]}", flush=True)
 
 
 def main() -> None:

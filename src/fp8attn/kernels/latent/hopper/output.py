@@ -155,10 +155,9 @@ def _shifted(x, shift, MMA: gl.constexpr, HALF: gl.constexpr):
     high, low = _digits(x)
     high = gl.convert_layout(high, HALF, assert_trivial=True)
     low = gl.convert_layout(low, HALF, assert_trivial=True)
-    left = high >> shift
-    lost = high - (left << shift)  # times 256, shifted right: below 256
+    lost = high & ((1 << shift) - 1)  # times 256, shifted right: below 256
     low = (low >> shift) + ((lost << gl.maximum(8 - shift, 0)) >> gl.maximum(shift - 8, 0))
-    x = gl.join(left, low).permute(0, 2, 1).reshape(x.shape)
+    x = gl.join(high >> shift, low).permute(0, 2, 1).reshape(x.shape)
     return gl.convert_layout(x, MMA, assert_trivial=True)
 
 

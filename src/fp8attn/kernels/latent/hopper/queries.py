@@ -48,19 +48,15 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     if OPTIONS.ragged:
         query = gl.load(bounds_ptr + seq)
         num_q = gl.load(bounds_ptr + seq + 1) - query
-    # The queries, 16 channels of each block at a time
-    at, inside = _rows(first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(0, gl.SliceLayout(2, LEFT)))
-    channel = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LEFT)))[:, None, None] * BLOCK
-    channel += gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, LEFT)))[None, None, :]
-    at, inside = at[None, :, None] + channel, inside[None, :, None] & (channel >= 0)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
+    at, inside = _rows(first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
+    channel = _channels(LOAD)
+    q = gl.load(q_ptr + at[None, :, None] + channel, mask=inside[None, :, None] & (channel >= 0), other=0.0)
+    left = gl.convert_layout(q, LEFT)
     none = gl.zeros([WARPS, N, 16], gl.float32, MMA)
     blocks = ()
-    mean_score = gl.zeros([WARPS, N, 16], gl.float32, LEFT)
     for j in gl.static_range(BLOCK // 16):
-        q = gl.load(q_ptr + at + 16 * j, mask=inside, other=0.0)
-        if mean_ptr is not None:
-            mean_score += q.to(gl.float32) * gl.load(mean_ptr + channel + 16 * j)
-        x = mma_v2(q, plus, none)
+        x = mma_v2(_sixteen(left, j, LEFT), plus, none)
         blocks += (-x if (HIGH_SIGNS >> j) & 1 else x,)
     blocks = hadamard_blocks(blocks, 1, BLOCK // 16)
     size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
@@ -92,24 +88,57 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     gl.store(factors_ptr + seq * row_tiles * ROWS + row, factor)
     if mean_ptr is not None:
         scores_ptr = factors_ptr + num_seqs * row_tiles * ROWS + query * OPTIONS.group
-        total = gl.convert_layout(gl.sum(gl.sum(mean_score, 2), 0), ROW) * (scale * LOG2E)
-        gl.store(scores_ptr + row, total, mask=row < num_q * OPTIONS.group)
-    stored_row = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[None, :, None]
-    column = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
-    to = codes_ptr + stored_row * OPTIONS.rank + block * BLOCK + column
+        score = gl.sum(gl.sum(q.to(gl.float32) * gl.load(mean_ptr + channel), 2), 0) * (scale * LOG2E)
+        score = gl.convert_layout(score, ROW)
+        gl.store(scores_ptr + row, score, mask=row < num_q * OPTIONS.group)
+    high = ()
+    low = ()
     for j in gl.static_range(BLOCK // 16):
         x = (rotated[j] * inverse[None, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
-        if OPTIONS.digits == 1:
-            gl.store(to + 16 * j, x.to(gl.int8))
-        else:
-            low = ((x + 64) & 127) - 64
-            gl.store(to + 16 * j, ((x - low) >> 7).to(gl.int8))
-            gl.store(to + 16 * j + 8 * OPTIONS.rank, low.to(gl.int8))
+        if OPTIONS.digits == 2:
+            digit = ((x + 64) & 127) - 64
+            low += (digit.to(gl.int8),)
+            x = (x - digit) >> 7
+        high += (x.to(gl.int8),)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [WARPS, 1, 1], [2, 1, 0])
+    stored = first_row + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, STORE)))
+    stored = _stored(seq * row_tiles, stored, OPTIONS).to(gl.int64)[None, :, None]
+    to = codes_ptr + stored * OPTIONS.rank + _channels(STORE)
+    gl.store(to, gl.convert_layout(_together(high), STORE))
+    if OPTIONS.digits == 2:
+        gl.store(to + 8 * OPTIONS.rank, gl.convert_layout(_together(low), STORE))
     if OPTIONS.rope > 0:
         rope *= gl.convert_layout(inverse, gl.SliceLayout(1, FLAT))[:, None]
         row = first_row + gl.arange(0, N, gl.SliceLayout(1, FLAT))
         to = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
         gl.store(rope_ptr + to, rope.to(gl.float16))
+
+
+@gluon.jit
+def _channels(LAYOUT: gl.constexpr):
+    """`[warps, 1, 128]`: the channels of each warp's block."""
+    first = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * BLOCK
+    return first + gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+
+
+@gluon.jit
+def _sixteen(x, j: gl.constexpr, LAYOUT: gl.constexpr):
+    """Channels `[16 j, 16 j + 16)` of a left operand `[warps, N, 128]`, which are in the same threads."""
+    x = x.reshape([x.shape[0], N, 2, 2, 2, 16]).permute(0, 1, 5, 4, 3, 2)
+    for bit in gl.static_range(2, -1, -1):
+        even, odd = x.split()
+        x = odd if (j >> bit) & 1 else even
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _together(blocks):
+    """Eight times 16 channels `[warps, N, 16]` as `[warps, N, 128]`."""
+    x = gl.join(
+        gl.join(gl.join(blocks[0], blocks[1]), gl.join(blocks[2], blocks[3])),
+        gl.join(gl.join(blocks[4], blocks[5]), gl.join(blocks[6], blocks[7])),
+    )
+    return x.permute(0, 1, 5, 4, 3, 2).reshape([x.shape[0], N, BLOCK])
 
 
 @gluon.jit
