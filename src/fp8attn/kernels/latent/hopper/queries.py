@@ -16,7 +16,7 @@ MOST_ROPE = gl.constexpr(32768.0)  # of a query's RoPE part in FP16
 N = gl.constexpr(plan.ROUNDED)  # rows of a program
 
 
-@gluon.jit(do_not_specialize=["stride_t", "stride_h", "parts", "num_seqs", "max_q", "row_tiles"])
+@gluon.jit(do_not_specialize=["parts", "num_seqs", "max_q", "row_tiles"])  # strides: for wide loads
 def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, factor_ptr, codes_ptr, rope_ptr, numbers_ptr,
                           parts, num_seqs, max_q, row_tiles, scale, OPTIONS: gl.constexpr):  # fmt: skip
     """Rounds 16 rows `[rank + rope]` a program. A score is the integer product times the token's scale plus the RoPE
