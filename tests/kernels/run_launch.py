@@ -25,6 +25,7 @@ from unittest.mock import patch
 FOLDER = Path(sys.argv[1])
 os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
 STUB = ctypes.CDLL(FOLDER / "libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+MADE = ctypes.c_int.in_dll(STUB, "stub_launches")
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -71,6 +72,7 @@ def noted(compiled) -> dict:
     parameters = (ctypes.c_ubyte * 128 * 128).in_dll(STUB, "stub_parameters")
     return {
         "grid": list((ctypes.c_uint * 3).in_dll(STUB, "stub_grid")),
+        "config": list((ctypes.c_ulong * 8).in_dll(STUB, "stub_config")),
         "parameters": [bytes(parameters[i])[:size].hex() for i, size in enumerate(sizes(compiled))],
     }
 
@@ -119,6 +121,19 @@ def watched(done: Callable[[], dict]) -> dict:
         row("debug")
     row("nothing")
     return rows
+
+
+def refused(launch: Callable[[], None]) -> dict:
+    """The error of a launch that the driver refuses, and whether the next one is launched."""
+    error = ctypes.c_int.in_dll(STUB, "stub_error")
+    error.value = 201
+    try:
+        launch()
+    except RuntimeError as raised:
+        message = str(raised)
+    error.value, before = 0, MADE.value
+    launch()
+    return {"message": message, "next": MADE.value - before}
 
 
 def stand_in(kernel):
@@ -179,7 +194,6 @@ def attended(launches: list, compiled: dict) -> dict:
     ops.at_hand = lambda x, backend: False  # as on a GPU, which nothing waits for
     kernels.launch.counters = lambda device, stream, count: torch.zeros(count, dtype=torch.int32)
     kernels.launch.Constants = lambda device, **values: Constants(DEVICE, **values)
-    made = ctypes.c_int.in_dll(STUB, "stub_launches")
     sinks = torch.zeros(32)
     rows = {}
     for name, queries, columns, given in (
@@ -197,9 +211,9 @@ def attended(launches: list, compiled: dict) -> dict:
 
         call()
         expect(compiled["last"])
-        before, earlier = len(launches), made.value
+        before, earlier = len(launches), MADE.value
         out, lse = call()
-        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        row = {"ordinary": len(launches) - before, "launches": MADE.value - earlier}
         words = {
             int.from_bytes(bytes.fromhex(x[:16]), "little")
             for x in noted(compiled["last"])["parameters"]
@@ -211,11 +225,11 @@ def attended(launches: list, compiled: dict) -> dict:
             "last takes": [name for name, x in held.items() if x.data_ptr() in words],
         }
 
-    before, earlier = len(launches), made.value
+    before, earlier = len(launches), MADE.value
     for num_seqs, queries in ((3, 1), (1, 300)):
         other = torch.zeros(num_seqs * queries, 32, 128, dtype=torch.bfloat16)
         ops.attention(other, KVPages.empty(4 * num_seqs, 8, 128, num_seqs, 4), return_lse=True)
-    rows["other sizes"] = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+    rows["other sizes"] = {"ordinary": len(launches) - before, "launches": MADE.value - earlier}
     return rows
 
 
@@ -223,7 +237,6 @@ def prompted(launches: list) -> dict:
     """Results of a new cache and its first append, after `attended`, on the same CPU."""
     append.page_kernel = stand_in(append.page_kernel)
     append.machine = lambda device: TARGETS["sm_90"]
-    made = ctypes.c_int.in_dll(STUB, "stub_launches")
     (ctypes.c_int * 128).in_dll(STUB, "stub_sizes")[0] = 0
     k, v = (torch.zeros(600, 8, 128, dtype=torch.bfloat16) for _ in "kv")
     rows = {}
@@ -233,9 +246,9 @@ def prompted(launches: list) -> dict:
             PagedKVCache(8, 128, num_seqs=2, num_pages=num_pages).append(0, k, v)
 
         call()
-        before, earlier = len(launches), made.value
+        before, earlier = len(launches), MADE.value
         call()
-        row = {"ordinary": len(launches) - before, "launches": made.value - earlier}
+        row = {"ordinary": len(launches) - before, "launches": MADE.value - earlier}
         with Made() as tensors:
             call()
         rows[name] = row | {"calls": called(call), "tensors": tensors.count}
@@ -380,9 +393,19 @@ def main() -> None:
     for name, args in (same | others).items():
         direct = done(constants, args)
         rows[name] = {"direct": direct, "ordinary": done(Constants(DEVICE, **constants), args)}
+    early = {**constants, "launch_pdl": True}
+    early_constants = Constants(DEVICE, **early)
+    launch(kernel, (3, 2), same["again"], early_constants)
+    rows["begins early"] = {
+        "direct": done(early_constants, same["again"]), "ordinary": done(Constants(DEVICE, **early), same["again"])
+    }  # fmt: skip
     again = done(constants, others["dtype"])
     rows["dtype again"] = {"direct": again, "ordinary": rows["dtype"]["ordinary"]}
     rows["watched"] = watched(lambda: done(constants, same["again"]))
+    rows["refused"] = refused(lambda: launch(kernel, (3, 2), same["again"], constants))
+    earlier = MADE.value
+    launch(kernel, (0, 2), same["again"], constants)
+    rows["no programs"] = MADE.value - earlier
     with recording() as notes:
         done(constants, same["again"])
     with recording(dry=True) as dry:
@@ -398,7 +421,14 @@ def main() -> None:
     rows["warmed"] = warmed()
     rows["planned"] = planned()
     print(
-        json.dumps({"same": list(same), "others": list(others), "learned": len(constants.compiled) > 0, "rows": rows})
+        json.dumps(
+            {
+                "same": [*same, "begins early"],
+                "others": list(others),
+                "learned": len(constants.compiled) > 0,
+                "rows": rows,
+            }
+        )
     )
 
 

@@ -27,6 +27,8 @@ def test_launches_of_a_kept_kernel_equal_triton_s(launches):
         row = launches["rows"][case]
         assert not row["direct"].pop("ordinary") and row["ordinary"].pop("ordinary")
         assert row["direct"] == row["ordinary"] and row["direct"]["grid"] == [3, 2, 1], case
+        *_, attributes, kind, value = row["direct"]["config"]
+        assert (attributes, kind, value) == ((1, 6, 1) if case == "begins early" else (0, 0, 0)), case
 
 
 def test_other_arguments_are_bound_by_triton(launches):
@@ -40,12 +42,21 @@ def test_other_arguments_are_bound_by_triton(launches):
 
 
 def test_hooks_see_every_launch(launches):
-    """Triton calls a profiler's hooks; hooks before runs and debug mode need Triton to bind the arguments."""
+    """Triton calls a profiler's hooks; so every launch is Triton's own while there is one, or in debug mode."""
     assert launches["rows"]["watched"] == {
-        "enter": {"ordinary": False, "hooks": 1}, "exit": {"ordinary": False, "hooks": 1},
+        "enter": {"ordinary": True, "hooks": 1}, "exit": {"ordinary": True, "hooks": 1},
         "before runs": {"ordinary": True, "hooks": 1},
         "debug": {"ordinary": True, "hooks": 0}, "nothing": {"ordinary": False, "hooks": 0},
     }  # fmt: skip
+
+
+def test_a_launch_that_the_driver_refuses_is_triton_s(launches):
+    """Triton makes a context for the thread, or says what is wrong."""
+    assert "stub" in launches["rows"]["refused"]["message"] and launches["rows"]["refused"]["next"] == 1
+
+
+def test_a_grid_without_programs_is_not_launched(launches):
+    assert launches["rows"]["no programs"] == 0
 
 
 def test_kernels_that_let_the_next_begin_do_not_begin_early():

@@ -6,13 +6,21 @@
 #define MOST 128
 
 int stub_launches;
+int stub_error;  // what the next launches return
 int stub_sizes[MOST];  // bytes of each kernel parameter, 0 after the last; set by the test
 unsigned char stub_parameters[MOST][128];
 unsigned stub_grid[3];
+unsigned long stub_config[8];  // block, shared memory, stream, function, number of attributes, the first one and its value
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **extra) {
+  if (stub_error) return stub_error;
   stub_launches++;
   stub_grid[0] = config->gridDimX, stub_grid[1] = config->gridDimY, stub_grid[2] = config->gridDimZ;
+  CUlaunchAttribute none = {0}, first = config->numAttrs ? config->attrs[0] : none;
+  unsigned long noted[8] = {config->blockDimX, (unsigned long)config->blockDimY << 32 | config->blockDimZ, config->sharedMemBytes,
+                            (unsigned long)config->hStream, (unsigned long)f, config->numAttrs, first.id,
+                            first.value.programmaticStreamSerializationAllowed};
+  memcpy(stub_config, noted, sizeof noted);
   memset(stub_parameters, 0, sizeof stub_parameters);
   for (int i = 0; i < MOST && stub_sizes[i]; i++) memcpy(stub_parameters[i], parameters[i], stub_sizes[i]);
   return CUDA_SUCCESS;

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import lru_cache
 from typing import get_type_hints
 
 import torch
@@ -124,9 +123,7 @@ _TYPES = {
 
 
 class Memory:
-    """The attributes of a tensor that a TensorDescriptor reads. So a descriptor that is kept does not keep the tensor's
-    memory.
-    """
+    """The attributes of a tensor that a TensorDescriptor reads."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
         self.address, self.dtype = address, dtype
@@ -135,9 +132,8 @@ class Memory:
         return self.address
 
 
-@lru_cache(maxsize=4096)
 def descriptor(address: int, dtype: torch.dtype, view: View) -> TensorDescriptor:
-    """The descriptor of memory at `address`; making and checking one costs 20 us."""
+    """The descriptor of memory at `address`."""
     layout = gl.NVMMASharedLayout.get_default_for(list(view.block), _TYPES[dtype])
     if not view.swizzled:
         layout = gl.NVMMASharedLayout(0, layout.element_bitwidth, rank=len(view.block))

@@ -3,16 +3,15 @@
 `kernel[grid](...)` repeats the same work on every call. It binds the arguments, specializes each on its type and
 alignment, makes a key from them and the options, and looks up the compiled kernel. `launch` keeps the compiled kernel
 with the `Constants` of the call. A later launch checks that its arguments have the types and alignments that the kernel
-was compiled for, and calls the compiled kernel's `run`, as `kernel[grid](...)` does in the end. (`compiled[grid](...)`,
-which Triton documents, takes a microsecond more: it collects the arguments by name for hooks, also where there is no
-hook.)
+was compiled for, and passes them to CUDA's driver (`cuda.py`). While a profiler observes launches, and on GPUs of other
+vendors, every launch is Triton's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from threading import local
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from .counters import counters
+from .cuda import Function, MapForm, tensor_map
 from .keys import compute_key
 from .machine import machine
 from .operands import Hook, Which, direct_operands, warn_of_copies
@@ -38,18 +38,13 @@ class Tiles(NamedTuple):
 
     def descriptor(self) -> Any:
         """The argument in the form that Triton takes."""
-        return _descriptor()(self.x.data_ptr() + self.view.offset, self.dtype, self.view)
+        from .gluon import descriptor  # a Triton for other vendors may lack it
+
+        return descriptor(self.x.data_ptr() + self.view.offset, self.dtype, self.view)
 
     @property
     def dtype(self) -> torch.dtype:
         return self.view.dtype or self.x.dtype
-
-
-@cache
-def _descriptor() -> Callable[[int, torch.dtype, View], Any]:
-    from .gluon import descriptor  # a Triton for other vendors may lack it; an import in every launch costs 1 us
-
-    return descriptor
 
 
 class Counters(NamedTuple):
@@ -111,51 +106,51 @@ class Compiled(NamedTuple):
 
     kernel: triton.JITFunction
     program: Any  # Triton's `CompiledKernel`
+    function: Function
     pointers: tuple[tuple[int, torch.dtype], ...]  # tensors whose addresses are multiples of 16
     absent: tuple[int, ...]  # None
-    numbers: tuple[int, ...]  # int32
     specialized: tuple[tuple[int, bool], ...]  # int32 but 1: whether a multiple of 16, a specialization
     floats: tuple[int, ...]
     counters: tuple[int, ...]
-    tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool], ...]  # blocks, whether swizzled
-    constants: tuple[Any, ...]  # the constexpr parameters, which Triton takes again and ignores
+    tiles: tuple[tuple[int, torch.dtype, tuple[int, ...], bool, MapForm], ...]  # blocks, whether swizzled
 
-    def values(self, args: Sequence) -> list | None:
-        """`args` in the form that `program` takes, with addresses instead of tensors; None if the kernel was compiled
-        for other types.
+    def launch(self, grid: tuple[int, ...], device: torch.device, stream: int, args: Sequence) -> bool:
+        """Launch it with `args`, or return False if it was compiled for other types, or `function` refuses. All types
+        are checked here but those of plain numbers, which must be int32 for `function`.
         """
-        values = [*args, *self.constants]
+        values = list(args)
         bits = 0
         for i, dtype in self.pointers:
             x = values[i]
             if x is None or x.dtype is not dtype:
-                return None
+                return False
             values[i] = address = x.data_ptr()
             bits |= address
         if bits & 15:
-            return None
-        for i in self.absent:
-            if values[i] is not None:
-                return None
-        for i in self.numbers:
-            x = values[i]
-            if type(x) is not int or not -(2**31) <= x < 2**31:
-                return None
+            return False
         for i, aligned in self.specialized:
             x = values[i]
-            if type(x) is not int or (x & 15 == 0) is not aligned or x == 1 or not 0 <= x < 2**31:
-                return None
+            if type(x) is not int or (x & 15 == 0) is not aligned or x == 1 or x < 0:
+                return False
         for i in self.floats:
             if type(values[i]) is not float:
-                return None
-        for i, dtype, block, swizzled in self.tiles:
+                return False
+        for i, dtype, block, swizzled, form in self.tiles:
             if values[i] is None:
-                return None
+                return False
             x, view = values[i]
             if (view.dtype or x.dtype) is not dtype or view.block != block or view.swizzled is not swizzled:
-                return None
-            values[i] = _descriptor()(x.data_ptr() + view.offset, dtype, view)
-        return values
+                return False
+            values[i] = tensor_map(x.data_ptr() + view.offset, view, form)
+        for i in self.counters:
+            values[i] = counters(device, stream, values[i].count).data_ptr()
+        for i in self.absent:
+            if values[i] is not None:
+                return False
+            del values[i]
+        if 0 in grid:  # CUDA would raise an error
+            return True
+        return self.function.launch((*grid, 1, 1)[:3], stream, values)
 
 
 class Launch(NamedTuple):
@@ -218,15 +213,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
                 return launch(kernel, grid, args, constants)
         stream = active.get_current_stream(device.index)
     for compiled in constants.compiled:
-        if compiled.kernel is kernel and _as_before(kernel) and (values := compiled.values(args)) is not None:
+        if compiled.kernel is kernel and _as_before(kernel) and compiled.launch(grid, device, stream, args):
             program = compiled.program
-            for i in compiled.counters:
-                values[i] = counters(device, stream, values[i].count)
-            enter, leave = _hooks()
-            noted = enter and program.launch_metadata(grid, stream, *values)
-            program.run(
-                *(*grid, 1, 1)[:3], stream, program.function, program.packed_metadata, noted, enter, leave, *values
-            )
             break
     else:
         values = arguments(args, lambda count: counters(device, stream, count))
@@ -235,17 +223,11 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
             program = kernel[grid](*values, **constants)
         warn_of_copies(program)
         if isinstance(kernel, triton.JITFunction) and len(constants.compiled) < VARIANTS and _as_before(kernel):
-            compiled = _learn(kernel, program, args, constants)
+            compiled = _learn(kernel, program, args)
             if compiled is not None:
                 constants.compiled.append(compiled)
     if _recording.launches is not None:
         _recording.launches.append(Launch(kernel, grid, tuple(args), constants, program))
-
-
-def _hooks() -> tuple[Any, Any]:
-    """What a profiler has registered to be called before and after every launch; None without a profiler."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return (enter, leave) if getattr(enter, "calls", enter) or getattr(leave, "calls", leave) else (None, None)
 
 
 def _as_before(kernel: triton.JITFunction) -> bool:
@@ -255,34 +237,46 @@ def _as_before(kernel: triton.JITFunction) -> bool:
     runtime, stages = knobs.runtime, knobs.runtime.add_stages_inspection_hook
     if isinstance(stages, Hook):
         stages = stages.before  # ours changes only the kernel that its thread compiles
-    return not (kernel.pre_run_hooks or runtime.debug or knobs.compilation.instrumentation_mode or stages)
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # of a profiler
+    observed = getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks
+    return not (observed or runtime.debug or knobs.compilation.instrumentation_mode or stages)
 
 
-def _learn(kernel: triton.JITFunction, program: Any, args: Sequence, constants: Constants) -> Compiled | None:
+def _learn(kernel: triton.JITFunction, program: Any, args: Sequence) -> Compiled | None:
     """The types and alignments that `kernel`, just launched with `args`, was compiled for; None if `Compiled` cannot
-    describe them.
+    describe them, or CUDA's driver cannot launch it.
     """
-    pointers, absent, numbers, specialized = [], [], [], []
-    floats, zeros, tiles = [], [], []
+    pointers, absent, specialized, floats, zeros, tiles = [], [], [], [], [], []
+    fields: list[str | MapForm] = []
+    maps = iter(getattr(program.metadata, "tensordesc_meta", None) or ())
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
+        field: str | MapForm = "Q"
         if isinstance(x, Tiles):
-            tiles.append((i, x.dtype, x.view.block, x.view.swizzled))
+            if (meta := next(maps, None)) is None:
+                return None
+            field = MapForm.of(meta)
+            tiles.append((i, x.dtype, x.view.block, x.view.swizzled, field))
         elif isinstance(x, Counters):
             zeros.append(i)
         elif isinstance(x, torch.Tensor) and x.data_ptr() % 16 == 0:
             pointers.append((i, x.dtype))
         elif x is None:
-            absent.append(i)
+            absent.insert(0, i)  # removed from the last one on
+            continue
         elif type(x) is float:
             floats.append(i)
-        elif type(x) is int and param.do_not_specialize and -(2**31) <= x < 2**31:
-            numbers.append(i)
-        elif type(x) is int and not param.do_not_specialize and 0 <= x < 2**31 and x != 1:
-            specialized.append((i, x % 16 == 0))
+            field = "f"
+        elif type(x) is int and -(2**31) <= x < 2**31 and (param.do_not_specialize or (x >= 0 and x != 1)):
+            field = "i"
+            if not param.do_not_specialize:
+                specialized.append((i, x % 16 == 0))
         else:
             return None
-    rest = tuple(constants[param.name] for param in kernel.params[len(args) :])
-    return Compiled(kernel, program, *map(tuple, (pointers, absent, numbers, specialized, floats, zeros, tiles)), rest)
+        fields.append(field)
+    function = Function.of(program, fields)
+    if function is None:
+        return None
+    return Compiled(kernel, program, function, *map(tuple, (pointers, absent, specialized, floats, zeros, tiles)))
 
 
 @lru_cache
