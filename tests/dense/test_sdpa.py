@@ -374,8 +374,11 @@ def test_impossible_backends_are_refused():
         )
 
 
-def test_there_is_nothing_to_compile_ahead_on_a_cpu():
+def test_there_is_nothing_to_compile_ahead_on_a_cpu(monkeypatch):
     """On a GPU the same line finds the backend of the call's head_dim, before its first kernels."""
-    assert (
-        sdpa._prepare(torch.device("cpu"), torch.bfloat16, "auto", (1, 8, 300, 128), 2, 300, True, "int8", True) is None
-    )
+    monkeypatch.setattr(sdpa.first, "prepare", lambda *_: pytest.fail("prepared"))
+    shape = 1, 8, 300, 128
+    backend, format = sdpa._served(
+        torch.device("cpu"), torch.bfloat16, "auto", shape, 2, 300, True, "e4m3", False
+    )  # fmt: skip
+    assert (backend.name, format.spec.k_dim, format.k.name, format.rotate) == ("reference", 128, "e4m3", False)

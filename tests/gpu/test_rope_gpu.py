@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from fp8attn import apply_rope, reference, rope_scaled_dot_product_attention
 from fp8attn.backends import find
-from fp8attn.dense import strategies
+from fp8attn.dense import sdpa
 from fp8attn.dense.sdpa import attend_dense
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.rope import DenseRope, Rope
@@ -66,9 +66,11 @@ def test_whole_calls(lengths, head_dim, half, interleaved, causal, monkeypatch):
         turned = apply_rope(query, *(x[:, None] for x in q_rope.values()), interleaved=interleaved)
         none = Rope(torch.ones_like(q_rope["rope_cos"]), torch.zeros_like(q_rope["rope_sin"]), interleaved)
         with monkeypatch.context() as patch:
-            patch.setattr(strategies, "find", lambda *args: _Reference(find(*args)))
+            patch.setattr(sdpa, "find", lambda *args: _Reference(find(*args)))
+            sdpa._served.cache_clear()
             ropes = none, Rope(*k_rope.values(), interleaved)
             expected = attend_dense(turned, key, value, *ropes, causal, None, "int8", True, "auto")
+        sdpa._served.cache_clear()
         assert torch.equal(out, expected)
 
 

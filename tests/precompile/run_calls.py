@@ -22,7 +22,7 @@ import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.backends import hopper
 from fp8attn.cache import paged
-from fp8attn.dense import sdpa, strategies
+from fp8attn.dense import sdpa
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.spec import PageSpec, spec_of
 from fp8attn.kernels.compile import specialization
@@ -174,8 +174,8 @@ def main() -> None:
     def backend(spec_name: str) -> BackendName:
         return "hopper" if target == "sm_90" and hopper.refusal(spec_of(spec_name)) is None else "triton"
 
-    _torch_ops.find = strategies.find = lambda *given: backends.load(backend(given[-1]))
-    sdpa._machine_reason = lambda *_: None
+    _torch_ops.find = sdpa.find = lambda *given: backends.load(backend(given[-1]))
+    sdpa.unsupported_reason = lambda *_: None
     paged._device = torch.device  # "meta", which caches refuse
     torch._assert_async = lambda *_: None
     found = {}

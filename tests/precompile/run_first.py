@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp8attn.integrations.transformers as fp8
 from fp8attn import PagedKVCache, _torch_ops, backends, ops, scaled_dot_product_attention
 from fp8attn.cache import paged
-from fp8attn.dense import sdpa, strategies
+from fp8attn.dense import sdpa
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import plan_for
@@ -78,7 +78,6 @@ def cached(heads: int, kv_heads: int, dim: int, lengths: list[int], **options: A
 def dense(q_len: int, kv_len: int, causal: bool) -> None:
     """A dense call, of a length between two of the kernels' own, and of a size that is padded."""
     q, k = meta(2, 8, q_len, 72), meta(2, 4, kv_len, 72)
-    sdpa._prepare(q.device, q.dtype, "auto", (2, 8, q_len, 80), 4, kv_len, causal, "int8", True)  # as on a GPU
     scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True)
 
 
@@ -108,8 +107,8 @@ def main() -> None:
     target = sys.argv[1]
     plan_for(TARGETS[target])
     loaded = backends.load("hopper" if target == "sm_90" else "triton")
-    ops.find = _torch_ops.find = strategies.find = sdpa.find = lambda *_: loaded
-    sdpa._machine_reason = lambda *_: None
+    ops.find = _torch_ops.find = sdpa.find = lambda *_: loaded
+    sdpa.unsupported_reason = lambda *_: None
     paged._device = torch.device  # "meta", which caches refuse
     torch._assert_async = lambda *_: None
     known: set[tuple] = set()

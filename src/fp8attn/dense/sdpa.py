@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
-from ..backends import find, unsupported_reason
+from ..backends import Backend, find, unsupported_reason
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..formats.kv_format import KVFormat
 from ..formats.rope import DenseRope, Rope, dense_rope, rope_of
-from ..formats.spec import PageSpec
 from ..params import DENSE_BACKENDS, MOST_DENSE, BackendName, DenseBackendName, check_backend
 from ..precompile import calls, first
-from .strategies import padded, padded_size, strategy
+from .strategies import over_pages, over_rows, padded, padded_size
 
 logger = logging.getLogger(__name__)
 
+DIFFER = "query, key and value differ in dtype or device"
 DTYPES = torch.bfloat16, torch.float16, torch.float32  # which FP8 takes, and which autocast casts
 
 
@@ -58,10 +58,25 @@ def fallback_reason(
     dtype, k_dtype, v_dtype, device = query.dtype, key.dtype, value.dtype, query.device
     if (low := _autocast_dtype(device)) is not None:
         dtype, k_dtype, v_dtype = (low if each in DTYPES else each for each in (dtype, k_dtype, v_dtype))
-    if k_dtype != dtype or v_dtype != dtype or key.device != device or value.device != device:
-        return "query, key and value differ in dtype or device"
+    if key.device != device or value.device != device:
+        return DIFFER
+    refuse = _refusal if unobserved(query) else _refusal.__wrapped__  # symbolic sizes are no keys of a cache
+    positive = scale is None or scale > 0.0
+    return refuse((dtype, k_dtype, v_dtype), device, query.shape, key.shape, value.shape, positive, enable_gqa)
+
+
+@lru_cache(maxsize=4096)
+def _refusal(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], device: torch.device, q_shape: torch.Size,
+    k_shape: torch.Size, v_shape: torch.Size, positive: bool, enable_gqa: bool,
+) -> str | None:  # fmt: skip
+    """The `fallback_reason` of query, key and value of these dtypes and shapes, on one device. `positive`: the scale
+    is.
+    """
+    dtype = dtypes[0]
+    if dtypes[1] != dtype or dtypes[2] != dtype:
+        return DIFFER
     # torch broadcasts such shapes, or raises its own error.
-    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     dims = len(q_shape)
     if len(k_shape) != dims or len(v_shape) != dims or dims < 2:
         return "query, key and value differ in their number of dimensions"
@@ -80,14 +95,14 @@ def fallback_reason(
         )
     if q_shape[-1] > MOST_DENSE or v_shape[-1] > MOST_DENSE:
         return f"a head_dim above {MOST_DENSE} is not supported"
-    if scale is not None and not scale > 0.0:
+    if not positive:
         return "the scale is not positive"
     if device.type == "cpu":
         return None if dtype in DTYPES else f"on a CPU FP8 attention takes bfloat16, float16 and float32, not {dtype}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot query the machine. The op does so when it runs, and raises an error if no backend can run.
-    return None if torch.compiler.is_compiling() else _machine_reason(device, dtype)
+    return None if torch.compiler.is_compiling() else unsupported_reason("triton", device, dtype)
 
 
 def _checked(
@@ -98,7 +113,8 @@ def _checked(
     codec_of(key_dtype)  # raises UsageError
     check_backend(backend, DENSE_BACKENDS)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_is_tensor(x, name, "[B, H, S, D]")
+        if not isinstance(x, torch.Tensor):
+            check_is_tensor(x, name, "[B, H, S, D]")
     if not type(is_causal) is type(enable_gqa) is type(rotate_keys) is bool:
         check_flags(is_causal=is_causal, enable_gqa=enable_gqa, rotate_keys=rotate_keys)
     if scale is not None and not torch.compiler.is_compiling():
@@ -135,11 +151,6 @@ def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """
     low = _autocast_dtype(tensors[0].device)
     return tensors if low is None else tuple(x.to(low) if x.dtype in DTYPES else x for x in tensors)
-
-
-@cache
-def _machine_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    return unsupported_reason("triton", device, dtype)
 
 
 def scaled_dot_product_attention(
@@ -195,6 +206,14 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    return attend(query, key, value, is_causal, scale, key_dtype, rotate_keys, backend)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
+    key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
+) -> torch.Tensor:  # fmt: skip
+    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in the dtypes of `autocast`."""
     q, k, v = batched(query), batched(key), batched(value)
     out = _run(q, k, v, None, None, is_causal, scale, key_dtype, rotate_keys, backend)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
@@ -283,10 +302,13 @@ def attend_dense(
     size = padded_size(head_dim, v_dim)
     if not head_dim == v_dim == size:
         q, k, v = padded(q, size), padded(k, size), padded(v, size)
-    if backend != "fa3" and q_rope is None and q.is_cuda:
-        _prepare(q.device, q.dtype, backend, q.shape, k.shape[1], kv_len, is_causal, key_dtype, rotate_keys)
     rope = None if q_rope is None or k_rope is None else DenseRope(k_rope, q_rope, q, torch.empty_like(q))
-    attend = strategy(backend, k, v, scale, KVFormat.of(size, key_dtype, rotate_keys), rope)
+    if backend == "fa3":
+        attend = over_rows(k, v, scale, rotate_keys, rope)
+    else:
+        new = kv_len if rope is None else 0  # with RoPE, the launch before attention writes the queries, too
+        paged, format = _served(q.device, q.dtype, backend, q.shape, k.shape[1], new, is_causal, key_dtype, rotate_keys)
+        attend = over_pages(paged, paged.from_dense(k, v, format, rope), scale, new)
     q = q if rope is None else rope.out
     if is_causal and q_len > kv_len:  # rows after the last key see all keys
         out = torch.empty_like(q)
@@ -298,18 +320,25 @@ def attend_dense(
 
 
 @lru_cache(maxsize=4096)
-def _prepare(
+def _served(
     device: torch.device, dtype: torch.dtype, backend: BackendName, shape: tuple[int, ...], num_kv_heads: int,
-    kv_len: int,
-    is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
-) -> None:  # fmt: skip
-    """Compile the two kernels of a call with queries of this shape side by side, before the first such call."""
-    if (name := find(backend, device, dtype, PageSpec.of(shape[-1], key_dtype).name).name) == "reference":
-        return
+    new_keys: int, is_causal: bool, key_dtype: KeyDtype, rotate_keys: bool,
+) -> tuple[Backend, KVFormat]:  # fmt: skip
+    """The backend of a call with queries of this shape, and the format of its pages. Before the first such call on a
+    GPU, its two kernels are compiled side by side.
+
+    Args:
+        new_keys: the length of K; 0: the call has RoPE, and other kernels.
+    """
     batch, heads, q_len, head_dim = shape
-    layer = calls.Layer(heads, num_kv_heads, head_dim, dtype, name, key_dtype, rotate_keys)
-    attend = partial(calls.attend_new, layer, batch, min(q_len, kv_len) if is_causal else q_len, is_causal, kv_len)
-    first.prepare(device, [attend, partial(calls.from_dense, layer, kv_len)])
+    format = KVFormat.of(head_dim, key_dtype, rotate_keys)
+    paged = find(backend, device, dtype, format.name)
+    if new_keys and paged.name != "reference" and device.type != "cpu":
+        layer = calls.Layer(heads, num_kv_heads, head_dim, dtype, paged.name, key_dtype, rotate_keys)
+        tokens = min(q_len, new_keys) if is_causal else q_len
+        attend = partial(calls.attend_new, layer, batch, tokens, is_causal, new_keys)
+        first.prepare(device, [attend, partial(calls.from_dense, layer, new_keys)])
+    return paged, format
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:

@@ -25,26 +25,6 @@ Attend = Callable[[torch.Tensor, bool], torch.Tensor]  # from queries and whethe
 Scale = torch.Tensor | None  # `[B, num_kv_heads]` float32; None: ones
 
 
-def strategy(
-    backend: DenseBackendName,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    format: KVFormat,
-    rope: DenseRope | None,
-) -> Attend:
-    """Attention over 16-bit K and V, which are quantized here. With `rope`, the queries that it attends with are
-    `rope.out`.
-    """
-    if backend == "fa3":
-        return _quantized_rows(k, v, softmax_scale, format.rotate, rope)
-    paged = find(backend, k.device, k.dtype, format.name)
-    pages = paged.from_dense(k, v, format, rope)
-    return _over_pages(
-        paged, pages, softmax_scale, k.shape[2] if rope is None else 0
-    )  # the launch before attention writes `rope.out`
-
-
 def fp8_strategy(
     backend: DenseBackendName,
     k: torch.Tensor,
@@ -72,7 +52,7 @@ def fp8_strategy(
     for scales, factor, zero in ((pages.k_scale, both, least), (pages.v_scale, v_scale, 2.0**-126)):
         if factor is not None:
             scales.unflatten(0, (batch, -1)).copy_(_positive(factor, zero)[:, None])
-    return _over_pages(paged, pages, softmax_scale)
+    return over_pages(paged, pages, softmax_scale)
 
 
 def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
@@ -81,7 +61,9 @@ def _positive(factor: torch.Tensor, zero: float) -> torch.Tensor:
     return torch.where(factor >= 0.0, factor.clamp_min(zero), torch.nan)
 
 
-def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys: int = 0) -> Attend:
+def over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys: int = 0) -> Attend:
+    """Attention by a backend over pages that exist for this call. `new_keys` is `Backend.attention`'s."""
+
     def attend(q: torch.Tensor, causal: bool) -> torch.Tensor:
         params = AttentionParams(None, q.shape[2], causal, softmax_scale)
         out, _ = backend.attention(q.transpose(1, 2), pages, params, new_keys=new_keys)
@@ -90,7 +72,7 @@ def _over_pages(backend: Backend, pages: KVPages, softmax_scale: float, new_keys
     return attend
 
 
-def _quantized_rows(
+def over_rows(
     k: torch.Tensor, v: torch.Tensor, softmax_scale: float, rotate_keys: bool, rope: DenseRope | None
 ) -> Attend:
     """Attention by FlashAttention-3 over K and V that are quantized here, without their means.
@@ -119,8 +101,9 @@ def _quantized_rows(
 
 def padded_size(head_dim: int, v_dim: int) -> int:
     """The smallest head_dim of dense calls that is large enough for queries and values of these sizes."""
+    largest = max(head_dim, v_dim)
     for size in HEAD_DIMS:
-        if max(head_dim, v_dim) <= size <= MOST_DENSE:
+        if largest <= size <= MOST_DENSE:
             return size
     raise ValueError(f"no kernel takes a head_dim of {head_dim} and {v_dim}")
 

@@ -30,15 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch_ops import register
-from ..dense.sdpa import (
-    attend_dense,
-    autocast,
-    batched,
-    fallback_reason,
-    log_fallback,
-    scaled_dot_product_attention,
-    sdpa_fake,
-)
+from ..dense.sdpa import attend, attend_dense, autocast, batched, fallback_reason, log_fallback, sdpa_fake
 from ..errors import UsageError
 from .policy import AttentionPolicy
 from .report import AttentionReport, ModuleCalls
@@ -172,10 +164,9 @@ class _Mode(TorchFunctionMode):
         if reason is not None:
             log_fallback(reason, query, key, value)
             return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, key_dtype=self.policy.key_dtype,
-            rotate_keys=self.policy.rotate_keys, backend=self.policy.backend,
-        )  # fmt: skip
+        policy = self.policy
+        query, key, value = autocast(query, key, value)
+        return attend(query, key, value, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend)
 
     def row(self, reason: str | None) -> ModuleCalls:
         """The report's row of a call that is made now. In a graph, the module is the innermost that is not in it."""
