@@ -57,7 +57,7 @@ def _stream(k_desc, v_desc, pool_ptr, table_ptr, table_stride, lengths_ptr, num_
 
 def stream(shape: Shape, pages: KVPages) -> Callable[[], None]:
     problem = DecodeProblem(
-        pool=pages.pool.shape, key_dtype=pages.format.k.dtype, head_dim=shape.dim,
+        pool=pages.pool.shape, spec=pages.format.name,
         group=shape.q_heads // shape.kv_heads, num_seqs=len(shape.keys), max_q=1, causal=False, ragged=False,
         window=False, softcap=False, sinks=False, leftpad=False, rotate=False,
     )  # fmt: skip

@@ -307,7 +307,7 @@ def test_lengths_that_other_code_wrote_are_seen_after_sync():
     cache.pages(0).cache_seqlens.fill_(300)
     cache.sync()
     cache.append(0, tokens(2), tokens(2))
-    assert cache.lengths == (302,) and cache.appended(0).page_table.shape[1] == 8  # all columns
+    assert cache.lengths == (302,) and cache._appended(0).page_table.shape[1] == 8  # all columns
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,19 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 
-from fp8attn import AttentionParams, KVPages, PagedKVCache, _torch_ops, backends, kernels, ops  # noqa: E402
+from fp8attn import (  # noqa: E402
+    AttentionParams,
+    AttentionPolicy,
+    KVPages,
+    PagedKVCache,
+    _torch_ops,
+    backends,
+    fp8_attention,
+    kernels,
+    ops,
+    scaled_dot_product_attention,
+)
+from fp8attn.dense import sdpa  # noqa: E402
 from fp8attn.formats.codec import FP8  # noqa: E402
 from fp8attn.kernels import append, combine, compile, decode, machine, prefill  # noqa: E402
 from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
@@ -53,7 +65,7 @@ class Driver(CudaDriver):
     def __init__(self) -> None:
         super().__init__()
         self.get_device_capability = lambda device=0: (9, 0)
-        self.get_current_device = lambda: 0
+        torch.accelerator.current_device_index = self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 7
 
     def get_current_target(self) -> GPUTarget:
@@ -255,6 +267,29 @@ def prompted(launches: list) -> dict:
     return rows
 
 
+def dense(launches: list) -> dict:
+    """Results of dense calls, after `prompted`, on the same CPU."""
+    sdpa.find = _torch_ops.find
+    q = torch.zeros(1, 1, 256, 128, dtype=torch.bfloat16)
+    rows = {}
+    for name, function, context in (
+        ("own", scaled_dot_product_attention, contextlib.nullcontext()),
+        (
+            "in a context",
+            torch.nn.functional.scaled_dot_product_attention,
+            fp8_attention(AttentionPolicy(min_length=0)),
+        ),
+    ):
+        call = partial(function, q, q, q)
+        with context:
+            call()
+            before, earlier = len(launches), MADE.value
+            call()
+            row = {"ordinary": len(launches) - before, "launches": MADE.value - earlier}
+            rows[name] = row | {"calls": called(call)}
+    return rows
+
+
 def warmed() -> dict:
     """Results of launches whose kernels `warmup` has compiled, after `prompted`. The kernels are in Triton's cache on
     disk, and none is in memory."""
@@ -418,6 +453,7 @@ def main() -> None:
     }  # fmt: skip
     rows["attended"] = attended(ordinary, compiled)
     rows["prompted"] = prompted(ordinary)
+    rows["dense"] = dense(ordinary)
     rows["warmed"] = warmed()
     rows["planned"] = planned()
     print(

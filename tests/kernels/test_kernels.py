@@ -43,9 +43,9 @@ def test_a_pool_beyond_tma_s_coordinates_is_refused():
     pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
     from fp8attn.kernels.tiles import views
 
-    assert views((2**31 - 1, 1, PageSpec.of(128).layout.nbytes), 128, torch.int8, 128, 128, 128)
+    assert views((2**31 - 1, 1, PageSpec.of(128).layout.nbytes), PageSpec.of(128), 128, 128, 128)
     with pytest.raises(ValueError, match="split them over several pools"):
-        views((2**28, 8, PageSpec.of(128).layout.nbytes), 128, torch.int8, 128, 128, 128)
+        views((2**28, 8, PageSpec.of(128).layout.nbytes), PageSpec.of(128), 128, 128, 128)
 
 
 def test_no_batch_is_too_large_for_a_grid(monkeypatch):

@@ -205,7 +205,7 @@ class PagedKVCache:
 
     # Append and attention
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, lengths: Sequence[int] | None = None) -> None:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, lengths: Sequence[int] | None = None) -> KVPages:
         """Quantize one layer's new tokens and write them at the ends of their sequences.
 
         All layers append the same tokens, one layer after another, before a layer appends the next tokens. If it
@@ -218,6 +218,8 @@ class PagedKVCache:
                 their keys with RoPE, as `fp8attn.append` takes them.
             lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for
                 each.
+        Returns:
+            The pages that attention of these tokens reads, until the next append or move of sequences.
         Raises:
             ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
             OutOfPagesError: the pool has a fixed size and is too small.
@@ -228,8 +230,7 @@ class PagedKVCache:
         of_layer = self._layer(layer)
         static_scales = of_layer.scales is not None
         if torch.compiler.is_compiling():
-            self._trace_append(layer, k, v, lengths, static_scales=static_scales)
-            return
+            return self._trace_append(layer, k, v, lengths, static_scales=static_scales)
         target = ops.check_append(self.spec, self.num_kv_heads, self.device, k, v, self.backend)
         step = self.steps.join(layer, k.shape[0], lengths)
         try:
@@ -252,8 +253,9 @@ class PagedKVCache:
                 self.steps.last = None
             raise
         step.pages[layer] = pages
+        return pages
 
-    def appended(self, layer: int) -> KVPages:
+    def _appended(self, layer: int) -> KVPages:
         """The pages of one layer after its last append, which its attention reads."""
         if torch.compiler.is_compiling():
             return self._pages(layer)
@@ -301,7 +303,7 @@ class PagedKVCache:
         Raises:
             ValueError: q has another number of tokens than the last append, or the layer has appended nothing.
         """
-        pages = self.appended(layer)
+        pages = self._appended(layer)
         if self.window is not None:
             if window is not None and is_whole(window) and window > self.window:
                 raise ValueError(
@@ -316,7 +318,7 @@ class PagedKVCache:
                 backend=self.backend,
             )  # fmt: skip
         step = self.steps.last
-        assert step is not None  # `appended` has raised
+        assert step is not None  # `_appended` has raised
         if isinstance(q, torch.Tensor) and q.shape[0] != step.num_tokens:
             raise ValueError(
                 f"q must have a row for each of the {step.num_tokens} tokens of the last append (lengths "
@@ -517,7 +519,7 @@ class PagedKVCache:
 
     def _trace_append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, static_scales: bool
-    ) -> None:
+    ) -> KVPages:
         """`append` in compiled code. It is work of the device only, so it compiles once."""
         if self.max_seqlen is None or lengths is not None:
             raise RuntimeError(
@@ -527,7 +529,9 @@ class PagedKVCache:
         if layer == 0:
             self.table.assert_room(k.shape[0] // self.num_seqs)
         self.table.counted, self.steps.last = False, None
-        ops.append(self._pages(layer), k, v, static_scales=static_scales, backend=self.backend)
+        pages = self._pages(layer)
+        ops.append(pages, k, v, static_scales=static_scales, backend=self.backend)
+        return pages
 
     # Layers
 

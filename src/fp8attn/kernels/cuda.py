@@ -62,8 +62,7 @@ def tensor_map(address: int, view: View, form: MapForm) -> bytes:
     made = fill(address, form.swizzle, form.elem_size, elem_type, form.block_size, view.shape, view.strides, 0)
     # Triton has no function that returns the map's bytes. They are the last of the object, which is aligned to them.
     map_ = ctypes.string_at(id(made) + type(made).__basicsize__ - MAP_BYTES, MAP_BYTES)
-    shape = b"".join(struct.pack("<i4x", n) for n in view.shape)
-    return map_ + shape + struct.pack(f"<{form.rank}q", *view.strides)
+    return map_ + struct.pack("<" + form.rank * "i4x" + form.rank * "q", *view.shape, *view.strides)
 
 
 @cache

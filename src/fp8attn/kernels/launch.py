@@ -207,11 +207,10 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
     device = constants.device
     stream = None
     if device.index is not None:  # else the kernel is interpreted
-        active = driver.active
-        if active.get_current_device() != device.index:
+        if torch.accelerator.current_device_index() != device.index:
             with torch.accelerator.device_index(device.index):
                 return launch(kernel, grid, args, constants)
-        stream = active.get_current_stream(device.index)
+        stream = driver.active.get_current_stream(device.index)
     for compiled in constants.compiled:
         if compiled.kernel is kernel and _as_before(kernel) and compiled.launch(grid, device, stream, args):
             program = compiled.program

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
-
-from ..formats.codec import FP8
 from ..formats.page_layout import PAGE_SIZE, V_GROUP
 from ..formats.spec import PageSpec
 from .common import GROUP, PAGE
@@ -24,10 +21,8 @@ BUNDLE = ROW // V_GROUP  # channels of a row
 
 
 @lru_cache(maxsize=4096)  # descriptors are found by their view, so plans of other batches share them
-def views(
-    pool: tuple[int, ...], head_dim: int, key_dtype: torch.dtype, width: int, part: int, tile: int
-) -> tuple[View, View]:
-    """K and V of a tile of one head as TMA copies them, for a pool of shape `pool`.
+def views(pool: tuple[int, ...], spec: PageSpec, width: int, part: int, tile: int) -> tuple[View, View]:
+    """K and V of a tile of one head as TMA copies them, for a pool of pages of `spec`, of shape `pool`.
 
     `width` is head_dim padded to a power of two; the padding is zero. K's block is `[1, tile, width]`. V's block has
     its channels in parts, `[1, width / part, tile / 16, part, 16]` (in rows of `ROW` bytes), and is not swizzled.
@@ -35,7 +30,7 @@ def views(
     Raises:
         ValueError: the pool has more than 2^31 pages of a head, which TMA's coordinates cannot number.
     """
-    page = PageSpec.of(head_dim).layout
+    page, head_dim = spec.layout, spec.k_dim
     num_pages, heads, nbytes = pool
     slots, parts = num_pages * heads, -(-head_dim // part)
     if slots >= 2**31:
@@ -45,11 +40,12 @@ def views(
         )
     bundles = min(part, head_dim) // BUNDLE
     return (
-        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, tile, width), dtype=key_dtype,
+        View((slots, PAGE_SIZE, head_dim), (nbytes, head_dim, 1), (1, tile, width), dtype=spec.k.dtype,
         offset=page.k_offset),
         View(
             (slots, parts, PAGE_SIZE // V_GROUP, bundles, ROW), (nbytes, part * V_GROUP, head_dim * V_GROUP, ROW, 1),
-            (1, width // part, tile // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=FP8, offset=page.v_offset,
+            (1, width // part, tile // V_GROUP, part // BUNDLE, ROW), swizzled=False, dtype=spec.v.dtype,
+            offset=page.v_offset,
         ),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fp8attn import KVPages
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.decode import kernel, plan
 from fp8attn.kernels.decode.plan import DecodeNumbers, DecodeProblem, count_workers, make_decode_plan
 
@@ -13,7 +14,7 @@ from fp8attn.kernels.decode.plan import DecodeNumbers, DecodeProblem, count_work
 def problem(**changes) -> DecodeProblem:
     """A query of each of two sequences, with four query heads for each of two KV heads."""
     return DecodeProblem(
-        pool=KVPages.empty(8, 2, 128, num_seqs=2, max_pages=4).pool.shape, key_dtype=torch.int8, head_dim=128, group=4,
+        pool=KVPages.empty(8, 2, 128, num_seqs=2, max_pages=4).pool.shape, spec=PageSpec.of(128).name, group=4,
         num_seqs=2, max_q=1, causal=False, ragged=False, window=False, softcap=False, sinks=False, leftpad=False,
         rotate=True,
     )._replace(**changes)  # fmt: skip

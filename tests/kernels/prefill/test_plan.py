@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from fp8attn import KVPages
+from fp8attn.formats.spec import PageSpec
 from fp8attn.kernels.prefill import cut, kernel, plan
 from fp8attn.kernels.prefill.plan import PrefillNumbers, PrefillProblem, make_prefill_plan, tma_takes
 
@@ -17,7 +18,7 @@ def problem(**changes) -> PrefillProblem:
     pages = KVPages.empty(8, 2, 128, num_seqs=2, max_pages=4)
     return PrefillProblem(
         shape=(2, 64, 8, 128), strides=(65536, 1024, 128, 1), out_strides=(65536, 1024, 128, 1), pool=pages.pool.shape,
-        key_dtype=torch.int8, num_seqs=2, columns=4, table_stride=4, ragged=False, max_seqlen_q=64, causal=True,
+        spec=PageSpec.of(128).name, num_seqs=2, columns=4, table_stride=4, ragged=False, max_seqlen_q=64, causal=True,
         window=0, softcap=False,
         leftpad=False, rotate=True, exact=False, batch_invariant=False, q8=False, lse=False,
     )._replace(**changes)  # fmt: skip

@@ -21,10 +21,10 @@ from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
 
 # Keywords of transformers' models that do not change what attention computes.
-NEUTRAL = frozenset({
+NEUTRAL = frozenset({  # `_attend_pages` looks at sliding_window
     "cache_position", "deterministic", "labels", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids", "return_dict",
-    "token_type_ids", "use_cache",
+    "sliding_window", "token_type_ids", "use_cache",
 })  # fmt: skip
 # Keywords that change what attention computes or returns, and words in the names of such keywords.
 CHANGES_ATTENTION = frozenset({
@@ -185,9 +185,8 @@ def _check_keywords(module: torch.nn.Module, keywords: Mapping[str, Any]) -> Non
     A newer transformers may pass a new keyword to every model, and most of those do not concern attention. So an
     unknown keyword is refused only if its name has a word that says that it does.
     """
-    checked = (*NEUTRAL, "sliding_window")
     used = [
-        name for name, value in keywords.items() if name not in checked and value is not None and value is not False
+        name for name, value in keywords.items() if name not in NEUTRAL and value is not None and value is not False
     ]
     if not used:
         return

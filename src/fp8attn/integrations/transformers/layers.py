@@ -267,19 +267,18 @@ class FP8Layer(CacheLayerMixin):
         shared = self.shared
         key_states, value_states = autocast(key_states, value_states)
         paged = shared.paged
-        batch, heads, _, head_dim = key_states.shape
+        batch, heads, tokens, head_dim = key_states.shape
         if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.spec.widths[0]) or (
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
-        expands = paged.spec.v_in_k and key_states.shape[2] > 1 and self._begins(paged)
-        paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
-        pages = paged.appended(self.slot)
+        expands = paged.spec.v_in_k and tokens > 1 and self._begins(paged)
+        pages = paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.unused = False
             shared.implementation = shared.config._attn_implementation
             shared.length = paged.max_seqlen or paged.lengths[0]
-        length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + key_states.shape[2])
+        length = shared.length if shared.window is None else min(shared.length, shared.window - 1 + tokens)
         if expands:
             return key_states, value_states
         if shared.implementation == ATTN_IMPLEMENTATION:

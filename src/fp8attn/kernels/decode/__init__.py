@@ -59,14 +59,12 @@ def decode_attention(
     if not num_tokens or not num_pages or not columns:
         return out.zero_(), lse.copy_(sinks if sinks is not None else torch.tensor(float("-inf")))
     problem = DecodeProblem(
-        pool=pool_shape, key_dtype=kv_format.k.dtype, head_dim=head_dim, group=num_q_heads // heads, num_seqs=num_seqs,
-        max_q=max_q, causal=params.causal and max_q > 1, ragged=cu_seqlens_q is not None, window=window > 0,
+        pool=pool_shape, spec=kv_format.name, group=num_q_heads // heads, num_seqs=num_seqs, max_q=max_q,
+        causal=params.causal and max_q > 1, ragged=cu_seqlens_q is not None, window=window > 0,
         softcap=softcap > 0, sinks=sinks is not None, leftpad=leftpad_k is not None, rotate=kv_format.rotate,
     )  # fmt: skip
     plan = make_decode_plan(device, problem)
-    numbers = DecodeNumbers(
-        num_seqs=num_seqs, heads=heads, max_q=max_q, num_tokens=num_tokens, window=window, workers=plan.workers
-    )
+    numbers = DecodeNumbers(num_seqs, heads, max_q, num_tokens, window, plan.workers)
     stride_t, stride_h, _ = q.stride()
     args = (
         q, stride_t, stride_h,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats.page_layout import PAGE_SIZE, PageLayout
-from ...formats.spec import PageSpec
+from ...formats.spec import spec_of
 from ..common import power_of_two
 from ..devices import chip
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
@@ -53,8 +53,7 @@ class DecodeProblem(NamedTuple):
     """
 
     pool: tuple[int, ...]  # the shape of the pool of pages
-    key_dtype: torch.dtype
-    head_dim: int
+    spec: str  # the name of what a page holds
     group: int
     num_seqs: int
     max_q: int  # query tokens of the longest sequence
@@ -97,7 +96,8 @@ class DecodePlan:
 @lru_cache(maxsize=4096)
 def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan:
     """The plan of the launch on `device`."""
-    gpu, head_dim, width = chip(device), problem.head_dim, power_of_two(problem.head_dim)
+    gpu, spec = chip(device), spec_of(problem.spec)
+    head_dim, width = spec.k_dim, power_of_two(spec.k_dim)
     most_rows = problem.max_q * problem.group
     rows = 8 if most_rows <= 8 else 16
     row_tiles = -(-most_rows // rows)
@@ -108,7 +108,7 @@ def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan
         stages = min(stages, 2)  # shared memory is too small for a third page
     of_page = PAGE_SIZE // TILE
     options = DecodeOptions(
-        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, group=problem.group, rows=rows,
+        head_dim=head_dim, layout=spec.layout, width=width, group=problem.group, rows=rows,
         used_rows=min(rows, power_of_two(most_rows)), one_row_tile=row_tiles == 1, tile=TILE, stages=stages * of_page,
         block=32 if problem.num_seqs <= 32 else 128, causal=problem.causal, ragged=problem.ragged,
         window=problem.window, softcap=problem.softcap, sinks=problem.sinks, leftpad=problem.leftpad,
@@ -118,7 +118,7 @@ def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan
     # Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its
     # threads.
     registers = min(65536 // (ctas * 2 * WARPS * 32), 248)
-    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width, TILE)
+    k, v = views(problem.pool, spec, width, width, TILE)
     plane = 2 * workers * row_tiles * rows
     return DecodePlan(
         k=k, v=v, grid=(workers * row_tiles,), counters=Counters(workers * row_tiles), workers=workers, plane=plane,

@@ -82,7 +82,7 @@ def prefill_attention(
             lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks.float().expand_as(lse))
         return out.zero_(), lse
     problem = PrefillProblem(
-        shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, key_dtype=kv_format.k.dtype,
+        shape=shape, strides=q.stride(), out_strides=out.stride(), pool=pool_shape, spec=kv_format.name,
         num_seqs=num_seqs, columns=columns, table_stride=table.stride(0), ragged=cu_seqlens_q is not None,
         max_seqlen_q=params.max_seqlen_q, causal=params.causal, window=params.window, softcap=softcap > 0,
         leftpad=leftpad_k is not None, rotate=kv_format.rotate, exact=params.exact,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats.page_layout import PAGE_SIZE, PageLayout
-from ...formats.spec import PageSpec
+from ...formats.spec import spec_of
 from ..common import power_of_two
 from ..devices import chip
 from ..gluon import gl
@@ -62,7 +62,7 @@ class PrefillProblem(NamedTuple):
     strides: tuple[int, ...]  # of the queries
     out_strides: tuple[int, ...]
     pool: tuple[int, ...]  # the shape of the pool of pages
-    key_dtype: torch.dtype
+    spec: str  # the name of what a page holds
     num_seqs: int
     columns: int  # of the page table
     table_stride: int
@@ -127,6 +127,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     shape, ragged, max_seqlen_q, window = problem.shape, problem.ragged, problem.max_seqlen_q, problem.window
     exact, q8 = problem.exact, problem.q8
     *_, num_q_heads, head_dim = shape
+    spec = spec_of(problem.spec)
     num_seqs, columns = problem.num_seqs, problem.columns
     q_strides, out_strides = _strides(shape, problem.strides), _strides(shape, problem.out_strides)
     if len(shape) == 4:
@@ -172,7 +173,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
         else:
             outputs = View((batch, tokens, num_q_heads, head_dim), (*out_strides, 1), (1, rows, 1, width))
     options = PrefillOptions(
-        head_dim=head_dim, layout=PageSpec.of(head_dim).layout, width=width, partitions=cut.partitions, rows=rows,
+        head_dim=head_dim, layout=spec.layout, width=width, partitions=cut.partitions, rows=rows,
         tile=cut.tile, stages=cut.stages, cubics=cut.q8_cubics if q8 else cut.cubics, registers=cut.registers,
         mask_left=window > 0 or problem.leftpad, softcap=problem.softcap,
         exact=exact, batch_invariant=problem.batch_invariant and not exact, split=splits > 1, rotate=problem.rotate,
@@ -183,7 +184,7 @@ def make_prefill_plan(device: torch.device, problem: PrefillProblem) -> PrefillP
     constants = make_constants(
         "prefill", device, operands=operands, OPTIONS=options, num_warps=rows // 16, launch_pdl=True
     )
-    k, v = views(problem.pool, head_dim, problem.key_dtype, width, width // cut.parts, cut.tile)
+    k, v = views(problem.pool, spec, width, width // cut.parts, cut.tile)
     return PrefillPlan(
         queries=queries, fetched=tma_takes(shape, problem.strides, 1 if q8 else 2), k=k, v=v, outputs=outputs,
         grid=(min(items * splits, sms),), counter=Counters(1), numbers=numbers, last=last,
