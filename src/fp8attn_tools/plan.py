@@ -25,11 +25,13 @@ class CacheShape:
 
     Attributes:
         full_layers: layers that keep every token.
-        num_kv_heads, head_dim: the shape of a layer's K, and of its V.
+        num_kv_heads, head_dim: the shape of a layer's K, and of its V. Latents are one KV head, whose head_dim is the
+            rank and the channels of the key with RoPE: 512 + 64 in DeepSeek V3.
         windows: the window of each sliding layer that an FP8 cache has in pages, in tokens.
         windows_16_bit: the window of each other sliding or chunked layer. These layers stay in 16 bits in either cache.
         other_layers: layers without K and V of their own (linear attention, or K and V shared with another layer). They
             are not counted.
+        rank: channels of the latents that the layers cache in the place of K and V; None: K and V.
     """
 
     full_layers: int
@@ -38,13 +40,21 @@ class CacheShape:
     windows: tuple[int, ...] = ()
     windows_16_bit: tuple[int, ...] = ()
     other_layers: int = 0
+    rank: int | None = None
 
     def __post_init__(self) -> None:
         layers = self.full_layers if self.full_layers or not self.windows else 1
         if min(layers, self.num_kv_heads, self.head_dim, *self.windows, *self.windows_16_bit) < 1:
             raise UsageError(f"full_layers, num_kv_heads, head_dim and windows must be positive; got {self}")
-        if (refusal := PageSpec.of(self.head_dim).refusal) is not None:
+        if (refusal := self.pages.refusal) is not None:
             raise UsageError(f"no FP8 cache: {refusal}")
+
+    @property
+    def pages(self) -> PageSpec:
+        """What a page of one KV head holds."""
+        if self.rank is None:
+            return PageSpec.of(self.head_dim)
+        return PageSpec.latent(self.rank, self.head_dim - self.rank)
 
     @property
     def num_layers(self) -> int:
@@ -53,10 +63,11 @@ class CacheShape:
     def bytes_per_token(self, cache: str) -> float:
         """Bytes of one more token once sliding windows are full.
 
-        In FP8 this is a token's share of a page: a little over `2 * H * D` a layer.
+        In FP8 this is a token's share of a page: a little over `2 * H * D` a layer, and `rank + 2 * rope + 4` of
+        latents.
         """
         if _check(cache) == "bf16":
-            return 4.0 * self.full_layers * self.num_kv_heads * self.head_dim
+            return float(self.full_layers * self._cost_in_16_bits)
         return (self.full_layers * self._page_cost + ENTRY * self._tables) / PAGE_SIZE
 
     def nbytes(self, cache: str, context: int, batch: int = 1) -> int:
@@ -68,7 +79,7 @@ class CacheShape:
         its tokens. BF16: the elements. Sliding layers
         in 16 bits: `min(context, window)` tokens.
         """
-        per_token = 4 * self.num_kv_heads * self.head_dim
+        per_token = self._cost_in_16_bits
         windows = self.windows_16_bit if _check(cache) == "fp8" else (*self.windows, *self.windows_16_bit)
         in_16_bits = batch * per_token * sum(min(context, window) for window in windows)
         if cache == "bf16":
@@ -86,7 +97,12 @@ class CacheShape:
     @property
     def _page_cost(self) -> int:
         """Bytes of a page of all KV heads of a layer."""
-        return self.num_kv_heads * PageSpec.of(self.head_dim).layout.nbytes
+        return self.num_kv_heads * self.pages.layout.nbytes
+
+    @property
+    def _cost_in_16_bits(self) -> int:
+        """Bytes of a token of a layer in 16 bits."""
+        return 2 * self.num_kv_heads * sum(self.pages.widths)
 
 
 @dataclass(frozen=True)

@@ -22,27 +22,30 @@ def shape_of(config: PreTrainedConfig) -> CacheShape:
             `CacheShape` for each.
     """
     layers = layers_of(config)
-    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers if layer.in_pages}
+    shapes = {(layer.num_kv_heads, layer.head_dim, layer.rank) for layer in layers if layer.in_pages}
     if len(shapes) > 1:
         raise UsageError(
-            f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): {sorted(shapes)}; "
-            f"call fp8attn_tools.plan.plan with a CacheShape of each"
+            f"the layers of {config.model_type!r} in 8 bits have different (num_kv_heads, head_dim): "
+            f"{sorted(shape[:2] for shape in shapes)}; call fp8attn_tools.plan.plan with a CacheShape of each"
         )
-    ((num_kv_heads, head_dim),) = shapes
+    ((num_kv_heads, head_dim, rank),) = shapes
     full = sum(layer.is_full for layer in layers)
     windows = tuple(layer.window for layer in layers if layer.window is not None and layer.is_windowed)
     kept = tuple(layer.window for layer in layers if layer.window is not None and not layer.is_windowed)
-    return CacheShape(full, num_kv_heads, head_dim, windows, kept, len(layers) - full - len(windows) - len(kept))
+    others = len(layers) - full - len(windows) - len(kept)
+    return CacheShape(full, num_kv_heads, head_dim, windows, kept, others, rank)
 
 
 def count_weights(model: str, config: PreTrainedConfig) -> tuple[int, str]:
     """Bytes of a model's parameters, and how they were found: from the files of a folder, or from the architecture in
-    16 bits.
+    16 bits, or in 8 if the config says that the model is quantized to FP8.
     """
     files = list(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if files:
         return sum(file.stat().st_size for file in files), "size of the files"
-    return 2 * sum(p.numel() for p in _shapes(config).parameters()), "counted from the architecture, 16 bits each"
+    size = 1 if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "fp8" else 2
+    counted = size * sum(p.numel() for p in _shapes(config).parameters())
+    return counted, f"counted from the architecture, {8 * size} bits each"
 
 
 def may_have_biases(config: PreTrainedConfig) -> bool:

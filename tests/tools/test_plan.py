@@ -27,6 +27,18 @@ def test_bytes_per_token():
     assert LLAMA_8B.nbytes("bf16", 4096, 2) == 2 * 4096 * 131072
 
 
+def test_latents_are_those_of_a_cache():
+    """DeepSeek V3's: 512 channels of 1 byte, 64 of 2 and a scale of 4, for 1,152 bytes."""
+    shape = CacheShape(5, 1, 576, rank=512)
+    cache = PagedKVCache(1, PageSpec.latent(512, 64), num_layers=5, num_seqs=3)
+    cache.reserve(1000)
+    assert shape.nbytes("fp8", 1000, 3) == cache.nbytes
+    assert shape.bytes_per_token("fp8") == 5 * 644 + 4 / 128
+    assert shape.bytes_per_token("bf16") == 5 * 1152 and shape.nbytes("bf16", 1000, 3) == 3 * 1000 * 5 * 1152
+    with pytest.raises(ValueError, match=r"no FP8 cache: there are no pages k364\.int8-v300\.int8-v_in_k"):
+        CacheShape(5, 1, 364, rank=300)
+
+
 @pytest.mark.parametrize(("context", "batch"), [(1, 1), (100, 2), (5000, 2)])
 def test_windows_are_those_of_a_cache(context, batch):
     """After a prompt and a step. At the end of its last page, a sequence has one page less than the most."""

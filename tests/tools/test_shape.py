@@ -24,6 +24,15 @@ def test_layers_by_their_type():
     assert shape_of(linear) == CacheShape(1, linear.num_key_value_heads, linear.head_dim, other_layers=3)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Mistral4Config"), reason="transformers caches latents from 5.24 on")
+def test_latents():
+    """Kimi's linear layers cache none."""
+    assert shape_of(transformers.DeepseekV3Config()) == CacheShape(61, 1, 576, rank=512)
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    kimi = transformers.KimiLinearConfig(**sizes, layer_types=["linear_attention", "full_attention"] * 2)
+    assert shape_of(kimi) == CacheShape(2, 1, 576, other_layers=2, rank=512)
+
+
 def test_layers_that_share_k_and_v_are_counted_as_the_cache_has_them():
     config = transformers.Gemma3nTextConfig(
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,

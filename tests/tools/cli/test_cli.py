@@ -294,6 +294,7 @@ def test_plan_of_a_model(tiny_model):
         "windows": [],
         "windows_16_bit": [],
         "other_layers": 0,
+        "rank": None,
     }
     assert found["weights"] == (tiny_model / "model.safetensors").stat().st_size
     assert "size of the files" in " ".join(run("plan", "--model", tiny_model, "--memory", "1GiB").split())
