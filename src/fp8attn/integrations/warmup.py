@@ -101,6 +101,11 @@ def warmup(
         from .transformers.config import has_sinks, has_softcap, layers_of
 
         for spec in layers_of(config):
+            if spec.rank is not None:
+                raise UsageError(
+                    f"{config.model_type!r} caches latents, whose kernels are few and compiled at their first launch: "
+                    f"warmup compiles those of K and V, so there is nothing to do"
+                )
             if spec.in_pages:
                 size = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
                 windowed[size] = windowed.get(size, False) or spec.is_windowed

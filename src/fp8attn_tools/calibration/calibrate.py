@@ -209,6 +209,19 @@ def _check_batches(batches: Any) -> None:
         )
 
 
+def check_calibrated(config: PreTrainedConfig) -> None:
+    """Refuse a model that has no static scales, by its config.
+
+    Raises:
+        UsageError: its attention caches latents; or as `layers_of`.
+    """
+    if any(spec.rank is not None for spec in layers_of(config)):
+        raise UsageError(
+            f"{decoder_config(config).model_type!r} caches latents, whose scales are of single tokens: there is "
+            f"nothing to calibrate. Use FP8Cache(model) without scales"
+        )
+
+
 def _specs(model: Any) -> list[LayerSpec]:
     """The layers of a model. Raises UsageError if there is none to calibrate."""
     config = _config(model)
@@ -217,6 +230,7 @@ def _specs(model: Any) -> list[LayerSpec]:
             f'the model\'s heads are divided over {processes} processes; load it in one process, with device_map="auto"'
         )
     specs = layers_of(config)
+    check_calibrated(config)
     if not any(spec.is_full for spec in specs):
         raise UsageError(
             f"only full-attention layers are calibrated, and every layer of {config.model_type!r} has a window: use "

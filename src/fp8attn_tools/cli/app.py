@@ -120,12 +120,14 @@ def calibrate(
     write_scales = output(save)
     passage, other = read_text(text, model), None if held_out is None else read_text(held_out, model)
     from ..calibration.calibrate import calibrate as run
-    from ..calibration.calibrate import check_scales
+    from ..calibration.calibrate import check_calibrated, check_scales
     from ..diagnostics import offset_checks
     from ..evaluation.models import load_tokenizer
     from .tables import coverage_table, sensitivity_table
 
-    config, tokenizer = served_config(model), load_tokenizer(model)
+    config = served_config(model)
+    check_calibrated(config)
+    tokenizer = load_tokenizer(model)
     length = sequence_length(config, device, context)
     batches = sequences(
         tokenizer, passage, length, count, from_end=True
@@ -198,13 +200,20 @@ def plan(
 
         name = model or default_model()
         config = load_config(name)
-        shape, biases = shape_of(config), may_have_biases(config)
+        shape = shape_of(config)
+        biases = shape.rank is None and may_have_biases(config)
         counted, source = (0, "") if weights else count_weights(name, config)
     if weights:
         counted, source = planning.parse_bytes(weights), "--weights"
     size = planning.parse_bytes(memory)
     fits = planning.plan(shape, size, weights=counted, context=context, batch=batch)
     note = BIASED if biases else None
+    if shape.rank is not None:
+        pages = shape.pages
+        note = (
+            f"Attention caches latents of {shape.rank} channels and {shape.head_dim - shape.rank} of a key with RoPE: "
+            f"{pages.layout.token_bytes} bytes a token and layer, {2 * sum(pages.widths):,} in 16 bits"
+        )
     if as_json:
         print_json(
             {
@@ -330,14 +339,15 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
-    from ..diagnostics import diagnose, examine, served
+    from ..diagnostics import diagnose, examine, latents, served
     from ..evaluation.models import load_config
 
     checks = diagnose(measure)
     if model is not None:
-        checks.append(served(load_config(model)))
+        config = load_config(model)
+        checks.append(served(config))
         if checks[-1].status == "ok":
-            checks += examine(load(model, "cpu")[0])
+            checks += latents(config) or examine(load(model, "cpu")[0])
     if as_json:
         print_json(checks)
         return

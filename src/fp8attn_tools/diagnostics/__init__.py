@@ -2,13 +2,13 @@
 
 | file | what |
 |---|---|
-| `doctor.py` | what this machine can run (`diagnose`), and which models (`served`); K and V in 8 bits (`examine`) |
+| `doctor.py` | what this machine can run (`diagnose`); models (`served`), with their K and V (`examine`) or `latents` |
 | `compiler.py` | what is known of the installed Triton and ptxas |
 | `saturation.py` | how many values of pages calibrated scales cut off |
 | `accumulation.py` | how exactly an FP8 kernel sums |
 """
 
-from .doctor import Check, diagnose, examine, offset_checks, served
+from .doctor import Check, diagnose, examine, latents, offset_checks, served
 from .saturation import LayerSaturation, saturation
 
-__all__ = ["Check", "LayerSaturation", "diagnose", "examine", "offset_checks", "saturation", "served"]
+__all__ = ["Check", "LayerSaturation", "diagnose", "examine", "latents", "offset_checks", "saturation", "served"]

@@ -16,9 +16,9 @@ import torch
 
 import fp8attn
 from fp8attn.backends import DENSE_BACKENDS, fa3, unsupported_reason
-from fp8attn.backends.hopper import MOST_CHANNELS
+from fp8attn.backends.hopper import MOST_CHANNELS, refusal
 from fp8attn.extras import hint
-from fp8attn.formats.spec import HEAD_DIMS
+from fp8attn.formats.spec import HEAD_DIMS, PageSpec
 from fp8attn.scales import ranges
 
 from . import accumulation, compiler
@@ -30,6 +30,7 @@ PACKAGES = {  # by name, what needs it
     "diffusers": f"image and video models ({hint('diffusers')})",
     "matplotlib": f"plots ({hint('plot')})",
 }
+LATENT = PageSpec.latent(512, 64)  # of DeepSeek V3
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def diagnose(measure: bool = True) -> list[Check]:
             reason = unsupported_reason(backend, device)
             runs = f"runs {fa3.default().name}" if backend == "fa3" and not reason else "runs"  # which build
             if backend == "hopper":
-                runs += f" a head_dim of up to {MOST_CHANNELS}; {HEAD_DIMS[-1]} runs on triton"
+                others = f"{HEAD_DIMS[-1]} and latents run" if refusal(LATENT) else f"{HEAD_DIMS[-1]} runs"
+                runs += f" a head_dim of up to {MOST_CHANNELS}; {others} on triton"
             checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or runs))
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:
@@ -91,6 +93,39 @@ def served(config: Any) -> Check:
     name = f"model {config.name_or_path or decoder_config(config).model_type}"
     reason = unsupported_reason(config)
     return Check(name, "no" if reason else "ok", reason or "FP8Cache can serve it")
+
+
+def latents(config: Any) -> list[Check]:
+    """What `FP8Cache` does with latents, by the config of a transformers model that it can serve; empty if the model
+    caches K and V. Weights need not be read: latents have no biases.
+    """
+    from fp8attn.integrations.transformers.config import decoder_config, layers_of
+
+    pages = {index: layer.pages for index, layer in enumerate(layers_of(config)) if layer.rank is not None}
+    if not pages:
+        return []
+    spec = next(iter(pages.values()))
+    rank, rope = spec.widths
+    checks = [
+        Check(
+            "latents",
+            "ok",
+            f"layers {ranges(pages)}: {rank} channels in INT8 and {rope} of a key with RoPE in FP16, "
+            f"{spec.layout.token_bytes:,} bytes a token and layer for {2 * (rank + rope):,} in 16 bits",
+        )
+    ]
+    quantization = getattr(decoder_config(config), "quantization_config", None)
+    if quantization is not None:
+        checks.append(
+            Check(
+                "kv_b_proj",
+                "warn",
+                "the model is quantized. fp8attn reads the weight of kv_b_proj, and where this is quantized, too, all "
+                "latents are expanded in every step, which is slow. Dequantize the model, or leave kv_b_proj out of "
+                "the quantization",
+            )
+        )
+    return checks
 
 
 def examine(model: Any) -> list[Check]:

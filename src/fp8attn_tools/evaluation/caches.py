@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 from fp8attn.errors import UsageError
 from fp8attn.formats.codec import E4M3, KeyDtype
 from fp8attn.integrations.transformers import FP8Cache
-from fp8attn.integrations.transformers.config import cache_keyword
+from fp8attn.integrations.transformers.config import cache_keyword, decoder_config, layers_of
 from fp8attn.params import BackendName
 from fp8attn.scales import KVScales
 
@@ -40,6 +40,7 @@ FORMATS: dict[str, Format] = {  # by the name of a cache of fp8attn, the format 
     "fp8-e4m3-keys": {"key_dtype": "e4m3"},
     "fp8-e4m3-plain": {"key_dtype": "e4m3", "rotate_keys": False},
 }
+KEY_FORMATS = ("fp8-e4m3-keys", "fp8-e4m3-plain", "fp8-static")  # only of keys and values: latents have one format
 CHUNK = 512  # tokens of a prefill's forward: bounds the memory of logits and scores
 MakeCache = Callable[[], Cache]
 LOAD = "pass scales=KVScales.load(path)"
@@ -189,7 +190,7 @@ def cache_factory(
         backend: of fp8attn's caches.
     Raises:
         UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache
-            that takes no `skip_layers` gets some.
+            that takes no `skip_layers` gets some; the cache has a format of keys, and the model caches latents.
     """
     if name not in CACHES:
         raise UsageError(f"no cache is called {name!r}; choose from {', '.join(CACHES)}")
@@ -199,6 +200,11 @@ def cache_factory(
         )
     if skip_layers and name in UNIFORM:
         raise UsageError(f"the cache {name!r} holds all layers in one format; it takes no skip_layers")
+    if name in KEY_FORMATS and any(layer.rank is not None for layer in layers_of(model.config)):
+        raise UsageError(
+            f"the cache {name!r} is a format of keys and values, and {decoder_config(model.config).model_type!r} "
+            f"caches latents; choose from {', '.join(cache for cache in CACHES if cache not in KEY_FORMATS)}"
+        )
     if name == "bf16":
         return lambda: BF16Cache(model.config)
     if name == "scale-1":
@@ -260,6 +266,18 @@ def forward(
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         given |= {"attention_mask": mask, "position_ids": positions}
     return model(input_ids=tokens, use_cache=True, logits_to_keep=logits, **given).logits
+
+
+def forward_stored(model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """`forward`, in which every token reads the cache, its own K and V included.
+
+    The first forward of an `FP8Cache` attends to exact latents if it has several tokens. So the first token gets a
+    forward of its own.
+    """
+    sizes = [tokens.shape[1]]
+    if isinstance(cache, FP8Cache) and cache.groups[0].spec.v_in_k and not cache.get_seq_length():
+        sizes = [1, tokens.shape[1] - 1]
+    return torch.cat([forward(model, part, cache) for part in tokens.split(sizes, 1) if part.shape[1]], 1)
 
 
 def prefill(

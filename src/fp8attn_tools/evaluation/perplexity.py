@@ -12,7 +12,7 @@ import torch
 
 from fp8attn.errors import UsageError
 
-from .caches import CHUNK, MakeCache, forward, prefill
+from .caches import CHUNK, MakeCache, forward_stored, prefill
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def by_token(
         for begin in range(start, context, step):
             end, baseline = min(begin + step, context), None
             for name, (model, cache) in opened.items():
-                predicted = forward(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
+                predicted = forward_stored(model, window[:, begin:end], cache)[0].float().log_softmax(-1)
                 baseline = predicted if baseline is None else baseline
                 losses = -predicted.gather(1, window[0, begin + 1 : end + 1, None])[:, 0]
                 kl = (baseline.exp() * (baseline - predicted)).sum(-1)

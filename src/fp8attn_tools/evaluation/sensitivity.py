@@ -59,7 +59,7 @@ class LayerSensitivity:
         kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per
             token.
         standard_error: of `kl`, from its scatter over the tokens; NaN for one token.
-        bytes_8_bit, bytes_16_bit: of a token's K and V in this layer.
+        bytes_8_bit, bytes_16_bit: of a token's K and V, or of its latent, in this layer.
     """
 
     layer: int
@@ -162,6 +162,11 @@ def _bytes_8_bit(spec: LayerSpec) -> float:
     return spec.num_kv_heads * spec.pages.layout.nbytes / PAGE_SIZE if spec.is_full else 0.0
 
 
+def _bytes_16_bit(spec: LayerSpec) -> float:
+    """The same in 16 bits."""
+    return 2.0 * spec.num_kv_heads * sum(spec.pages.widths) if spec.is_full else 0.0
+
+
 def choose(
     report: Sensitivity, *, max_kl: float | None = None, max_bytes_per_token: float | None = None
 ) -> tuple[int, ...]:
@@ -262,7 +267,7 @@ def sensitivity(
             kl=means[layer],
             standard_error=standard_error(kl),
             bytes_8_bit=_bytes_8_bit(specs[layer]),
-            bytes_16_bit=4.0 * specs[layer].num_kv_heads * specs[layer].head_dim if specs[layer].is_full else 0.0,
+            bytes_16_bit=_bytes_16_bit(specs[layer]),
         )
         for layer, kl in zip(full, alone, strict=True)
     )
