@@ -16,7 +16,7 @@ import torch
 
 from fp8attn.formats.codec import FP8
 from fp8attn.numerics import relative_error
-from fp8attn_tools.diagnostics.accumulation import HEAD_DIM, HEADS, LENGTHS, QUERIES, kernels
+from fp8attn_tools.diagnostics.accumulation import LENGTHS, PROMPT, kernels
 from fp8attn_tools.diagnostics.accumulation import measure as accumulation
 
 from . import latent, peers
@@ -31,16 +31,18 @@ CASES = {f"S{length}": length for length in LENGTHS} | STEPS
 def prompts(case: str, length: int) -> Iterator[dict]:
     peers.available()  # loads those in `.peers`, which `kernels` finds
     for impl, attend in kernels().items():
-        row = {"case": case, "impl": impl, "rel_err": accumulation(attend, DEVICE, (length,)).errors[length]}
-        yield row | {f"rel_err_{mean:g}": prompt_error(attend, length, mean) for mean in MEANS}
+        (error,) = accumulation(attend, DEVICE, cases=[(1, length)]).errors.values()
+        yield {"case": case, "impl": impl, "rel_err": error} | {
+            f"rel_err_{mean:g}": prompt_error(attend, length, mean) for mean in MEANS
+        }
 
 
 def prompt_error(attend: Callable, length: int, mean: float) -> float:
     """The relative error of equal weights over values of this mean and deviation 1."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    v = mean + torch.randn(1, 1, length, HEAD_DIM, device=DEVICE, generator=generator)
+    v = mean + torch.randn(1, 1, length, PROMPT.channels, device=DEVICE, generator=generator)
     v, k = v.to(FP8), torch.zeros_like(v).to(FP8)
-    q = torch.ones(1, HEADS, QUERIES, HEAD_DIM, device=DEVICE).to(FP8)
+    q = torch.ones(1, PROMPT.heads, PROMPT.queries, PROMPT.channels, device=DEVICE).to(FP8)
     out = attend(q, k, v)
     return relative_error(out, v.double().mean(2, keepdim=True).expand_as(out))
 

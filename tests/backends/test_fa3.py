@@ -7,7 +7,7 @@ from fp8attn.backends import fa3
 from fp8attn.formats.codec import E4M3, FP8
 from fp8attn.numerics import relative_error
 from fp8attn_tools.diagnostics import accumulation
-from fp8attn_tools.diagnostics.accumulation import Accumulation, measure
+from fp8attn_tools.diagnostics.accumulation import PROMPT, Accumulation, Inputs, measure
 from tests.support.fa3 import UPSTREAM, VLLM, Fake, exact
 
 
@@ -153,11 +153,11 @@ LENGTHS = (1024, 8192, 32768)
 @pytest.mark.parametrize(
     ("levels", "schema", "name"), [(1, UPSTREAM, "fa3_fwd_interface"), (2, UPSTREAM, "flash_attn_interface")]
 )
-def test_the_probe_tells_one_level_from_two(builds, levels, schema, name, monkeypatch):
+def test_the_probe_tells_one_level_from_two(builds, levels, schema, name):
     builds(**{name: Fake(schema, levels)})
-    monkeypatch.setattr(accumulation, "QUERIES", 1)
-    monkeypatch.setattr(accumulation, "HEADS", 2)
-    found = measure(accumulation.kernels()[f"FlashAttention-3 ({name})"], "cpu", LENGTHS)
+    inputs = Inputs(heads=2, queries=1, channels=128)
+    cases = [(1, length) for length in LENGTHS]
+    found = measure(accumulation.dense()[f"FlashAttention-3 ({name})"], "cpu", inputs, cases)
     assert found.levels == levels
     errors = list(found.errors.values())
     if levels == 1:
@@ -174,19 +174,20 @@ def test_the_exact_reference_is_two_level():
     from fp8attn import scaled_dot_product_attention_quantized
 
     found = measure(
-        lambda q, k, v: scaled_dot_product_attention_quantized(q[:, :1, :1], k, v).expand(q.shape), "cpu", (256, 1000)
-    )
+        lambda q, k, v: scaled_dot_product_attention_quantized(q[:, :1, :1], k, v).expand(q.shape), "cpu",
+        cases=[(1, 256), (1, 1000)],
+    )  # fmt: skip
     assert found.levels == 2 and max(found.errors.values()) < 2e-3
 
 
 def test_what_is_said():
-    found = Accumulation({1024: 0.004, 2048: 0.03, 8192: 0.12, 131072: 0.65})
+    found = Accumulation({(1, 1024): 0.004, (1, 2048): 0.03, (1, 8192): 0.12, (1, 131072): 0.65})
     assert (found.levels, found.hurts_from) == (1, 2048)
     assert (
         str(found)
         == "single-level: hurts from 2,048 tokens where V has a mean (3.0% at 2,048, 12.0% at 8,192, 65.0% at 131,072)"
     )
-    assert str(Accumulation({1024: 0.002, 131072: 0.05})).endswith(
+    assert str(Accumulation({(1, 1024): 0.002, (1, 131072): 0.05})).endswith(
         "from 131,072 tokens where V has a mean (5.0% at 131,072)"
     )
-    assert "fp8attn hopper" in accumulation.kernels()
+    assert "fp8attn hopper" in accumulation.candidates(PROMPT, "cpu")

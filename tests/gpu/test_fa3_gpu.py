@@ -114,6 +114,25 @@ def test_the_probe_knows_our_kernel():
     assert found.levels == 2 and max(found.errors.values()) <= 3e-3
 
 
+@pytest.mark.parametrize("inputs", [accumulation.STEP, accumulation.LATENTS], ids=["keys and values", "latents"])
+def test_our_steps_sum_as_well_in_a_batch(inputs):
+    found = {
+        name: accumulation.measure(attend, "cuda", inputs)
+        for name, attend in accumulation.kernels(inputs).items()
+        if name.startswith("fp8attn")
+    }
+    assert "fp8attn triton" in found
+    assert all(each.levels == 2 and max(each.errors.values()) <= 3e-3 for each in found.values())
+
+
+def test_the_answer_of_vllms_kernel_over_latents_depends_on_the_batch():
+    attend = accumulation.kernels(accumulation.LATENTS).get("vLLM's FlashMLA")
+    if attend is None:
+        pytest.skip("vLLM is not installed")
+    found = accumulation.measure(attend, "cuda", accumulation.LATENTS)
+    assert found.levels == 1 and found.errors[64, 32768] > 5 * found.errors[1, 32768]
+
+
 @needs_a_build
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_probe_tells_builds_apart(name):

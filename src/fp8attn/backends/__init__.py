@@ -50,14 +50,14 @@ def unsupported_reason(
     backend: DenseBackendName,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
-    head_dim: int | None = None,
+    head_dim: int | PageSpec | None = None,
 ) -> str | None:
     """Why `backend` cannot serve `dtype` inputs of `head_dim` on `device`; None if it can.
 
     Args:
         backend: `"hopper"`, `"triton"`, `"reference"` or `"fa3"`; or `"auto"`: then the reason is that of the last one
             that `"auto"` tries.
-        head_dim: None: the smallest.
+        head_dim: or a `PageSpec`, as `PageSpec.of` takes it. None: the smallest.
     Raises:
         UsageError: there is no such backend.
     """
@@ -83,7 +83,10 @@ def _first(
 
 
 def select_backend(
-    backend: BackendName, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+    backend: BackendName,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int | PageSpec | None = None,
 ) -> BackendName:
     """Resolve `backend` to the name of one that works on pages; `"auto"` in the order that this module describes.
 

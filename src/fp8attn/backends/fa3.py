@@ -15,7 +15,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,16 +58,14 @@ class Build(NamedTuple):
     run: Callable[..., object]
 
 
-@cache  # a build that was not found is searched again at the next call
-def find(name: str) -> Build:
-    """Load the library of a build of `BUILDS`.
+def op_of(namespace: str, name: str, package: str, pattern: str) -> Any:
+    """A torch op, from the library of an installed package that registers it.
 
     Raises:
-        LookupError: the build is not installed or cannot be used; the message has the reason.
+        LookupError: the package is not installed or its library cannot be used; the message has the reason.
     """
-    namespace, package, pattern = BUILDS[name]
     ops = getattr(torch.ops, namespace)
-    if not hasattr(ops, "fwd"):  # not imported yet
+    if not hasattr(ops, name):  # not imported yet
         spec = importlib.util.find_spec(package)
         folders = (spec.submodule_search_locations if spec else None) or ()
         library = next((file for folder in folders for file in sorted(Path(folder).glob(pattern))), None)
@@ -77,9 +75,20 @@ def find(name: str) -> Build:
             torch.ops.load_library(library)  # the library alone: an import of vllm, for example, changes more settings
         except OSError as problem:
             raise LookupError(f"{library} does not load with torch {torch.__version__}: {problem}") from problem
-        if not hasattr(ops, "fwd"):
-            raise LookupError(f"{library} registers no {namespace}::fwd")
-    op = ops.fwd.default
+        if not hasattr(ops, name):
+            raise LookupError(f"{library} registers no {namespace}::{name}")
+    return getattr(ops, name)
+
+
+@cache  # a build that was not found is searched again at the next call
+def find(name: str) -> Build:
+    """Load the library of a build of `BUILDS`.
+
+    Raises:
+        LookupError: the build is not installed or cannot be used; the message has the reason.
+    """
+    namespace, package, pattern = BUILDS[name]
+    op = op_of(namespace, "fwd", package, pattern).default
     neutral = {}
     for argument in op._schema.arguments:
         if argument.has_default_value() or argument.name in GIVEN:

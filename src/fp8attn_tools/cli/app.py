@@ -336,9 +336,20 @@ def doctor(
     measure: Annotated[
         bool, typer.Option(help="On a Hopper GPU, run the installed FP8 kernels and report how exactly they sum.")
     ] = True,
+    accumulation: Annotated[
+        bool,
+        typer.Option(
+            "--accumulation",
+            help="Only measure how exactly the installed kernels sum, by length and batch: over K and V, and over "
+            "latents (MLA).",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Report what this machine can run, why it cannot run the rest, and how exactly its FP8 kernels sum."""
+    if accumulation:
+        _print_accumulation(as_json)
+        return
     from ..diagnostics import diagnose, examine, latents, served
     from ..evaluation.models import load_config
 
@@ -356,6 +367,43 @@ def doctor(
     for check in checks:
         table.add_row(marks[check.status], check.name, escape(check.detail))
     out.print(table)
+
+
+def _print_accumulation(as_json: bool) -> None:
+    """Measure all kernels that can run on the first GPU, and name those that cannot, with the reason."""
+    import torch
+
+    from ..diagnostics.accumulation import INPUTS, Accumulation, candidates, measure
+    from .tables import accumulation_table
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found: dict[str, dict[str, Accumulation | str]] = {}
+    with progress("kernels") as tick:
+        for what, inputs in INPUTS.items():
+            found[what] = {}
+            for kernel, attend in candidates(inputs, device).items():
+                found[what][kernel] = attend if isinstance(attend, str) else measure(attend, device, inputs)
+                tick(sum(map(len, found.values())), None)
+    if as_json:
+        rows: list[dict[str, Any]] = []
+        for what, of_kernels in found.items():
+            for kernel, result in of_kernels.items():
+                about_it = {"inputs": what, "kernel": kernel}
+                if isinstance(result, str):
+                    rows.append({**about_it, "reason": result})
+                else:
+                    rows += [
+                        {**about_it, "batch": batch, "length": length, "rel_err": error}
+                        for (batch, length), error in result.errors.items()
+                    ]
+        print_json(rows)
+        return
+    for what, of_kernels in found.items():
+        measured = {kernel: result for kernel, result in of_kernels.items() if not isinstance(result, str)}
+        out.print(accumulation_table(what, measured) if measured else f"{what}: no kernel can run here")
+        for kernel, result in of_kernels.items():
+            out.print(f"{kernel}: {result}", markup=False, highlight=False)
+        out.print()
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from fp8attn.formats.codec import E4M3, codec_of
 from fp8attn.scales import KVScales
 
 from ..calibration import ScalesReport
+from ..diagnostics.accumulation import Accumulation
 from ..evaluation.drift import Segment
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells
@@ -167,6 +168,19 @@ def discordant_table(outcomes: Sequence[Outcome]) -> Table:
     for a, b in differing:
         said = (title(a.cache), a.text.strip(), title(b.cache), b.text.strip())
         table.add_row(*map(Text, (a.task, str(a.length), str(a.index), f"{a.depth:.0%}", ", ".join(a.answers), *said)))
+    return table
+
+
+def accumulation_table(what: str, kernels: Mapping[str, Accumulation]) -> Table:
+    """One row for each batch and length, with the error of each kernel."""
+    table = _table(f"Errors of attention in {what}: equal weights, V of mean 1 and deviation 1/2")
+    for column in ("sequences", "tokens of each", *kernels):
+        table.add_column(column, justify="right")
+    cases = dict.fromkeys(case for result in kernels.values() for case in result.errors)
+    for batch, length in cases:
+        table.add_row(
+            f"{batch}", f"{length:,}", *(f"{result.errors[batch, length]:.2%}" for result in kernels.values())
+        )
     return table
 
 

@@ -5,7 +5,8 @@
 | `doctor.py` | what this machine can run (`diagnose`); models (`served`), with their K and V (`examine`) or `latents` |
 | `compiler.py` | what is known of the installed Triton and ptxas |
 | `saturation.py` | how many values of pages calibrated scales cut off |
-| `accumulation.py` | how exactly an FP8 kernel sums |
+| `accumulation.py` | how exactly kernels sum, by length and batch |
+| `flashmla.py` | vLLM's kernel over latents, which `accumulation` measures |
 """
 
 from .doctor import Check, diagnose, examine, latents, offset_checks, served

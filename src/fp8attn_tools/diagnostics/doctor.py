@@ -80,7 +80,7 @@ def diagnose(measure: bool = True) -> list[Check]:
             checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or runs))
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:
-        for name, attend in accumulation.kernels().items():
+        for name, attend in accumulation.kernels(device=hopper).items():
             found = accumulation.measure(attend, hopper)
             checks.append(Check(f"accumulation of {name}", "ok" if found.levels == 2 else "warn", str(found)))
     return checks

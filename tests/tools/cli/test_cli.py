@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("transformers")
@@ -17,6 +18,7 @@ from fp8attn import KVScales, __version__
 from fp8attn_tools.cli import demo as demo_command
 from fp8attn_tools.cli import shared
 from fp8attn_tools.cli.app import app
+from fp8attn_tools.diagnostics import accumulation
 from fp8attn_tools.evaluation import models, public
 from fp8attn_tools.evaluation.caches import cache_names
 from fp8attn_tools.evaluation.names import CACHES, TASKS
@@ -322,6 +324,35 @@ def test_doctor_of_a_model(tiny_model):
 def test_doctor():
     assert {"name": "backend reference on cpu", "status": "ok", "detail": "runs"} in run_json("doctor")
     assert "backend reference on cpu" in run("doctor")
+
+
+def test_doctor_measures_by_length_and_batch(monkeypatch):
+    """Here with a kernel that forgets the last key of each sequence in a batch."""
+
+    def attend(q, k, v):
+        v = v.float() if len(q) == 1 else v.float()[:, :, :-1] * (v.shape[2] - 1) / v.shape[2]
+        return v.mean(2, keepdim=True).expand(len(q), q.shape[1], q.shape[2], -1)
+
+    small = {"steps over latents": accumulation.Inputs(2, 1, 128, 64, cases=((1, 100), (4, 50)))}
+    monkeypatch.setattr(accumulation, "INPUTS", small)
+    monkeypatch.setattr(accumulation, "candidates", lambda inputs, device: {"mean": attend, "theirs": "not installed"})
+    alone, batch, missing = run_json("doctor", "--accumulation")
+    assert (alone["kernel"], alone["batch"], alone["length"], alone["inputs"]) == ("mean", 1, 100, *small)
+    assert (batch["batch"], batch["length"]) == (4, 50) and alone["rel_err"] < 1e-6 < 0.01 < batch["rel_err"] < 0.04
+    assert missing == {"inputs": "steps over latents", "kernel": "theirs", "reason": "not installed"}
+    shown = " ".join(run("doctor", "--accumulation").split())
+    assert f"4 50 {batch['rel_err']:.2%}" in shown and "theirs: not installed" in shown
+    assert f"mean: single-level: hurts from 50 tokens where V has a mean ({batch['rel_err']:.1%} at 4 x 50" in shown
+
+
+def test_doctor_names_what_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which lets kernels run on a CPU, for hours
+    rows = run_json("doctor", "--accumulation")
+    assert {row["inputs"] for row in rows} == {*accumulation.INPUTS} and not any("rel_err" in row for row in rows)
+    shown = run("doctor", "--accumulation")
+    assert "steps over latents: no kernel can run here" in shown
+    assert "vLLM's FlashMLA: the kernel is for NVIDIA GPUs, not cpu" in shown
 
 
 def test_demo(tiny_model, tmp_path, monkeypatch):

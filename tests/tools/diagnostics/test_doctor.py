@@ -53,8 +53,11 @@ def test_gpus_are_named(h100):
 
 
 def test_kernels_are_measured_where_they_run(h100, monkeypatch):
-    found = {"ours": Accumulation({1024: 0.001, 131072: 0.002}), "theirs": Accumulation({1024: 0.02, 131072: 0.5})}
-    monkeypatch.setattr(accumulation, "kernels", lambda: dict.fromkeys(found))
+    found = {
+        "ours": Accumulation({(1, 1024): 0.001, (1, 131072): 0.002}),
+        "theirs": Accumulation({(1, 1024): 0.02, (1, 131072): 0.5}),
+    }
+    monkeypatch.setattr(accumulation, "kernels", lambda device: dict.fromkeys(found))
     results = iter(found.values())
     monkeypatch.setattr(accumulation, "measure", lambda attend, device: next(results) if device == "cuda:0" else None)
     checks = [check for check in diagnose() if check.name.startswith("accumulation")]
@@ -68,7 +71,7 @@ def test_kernels_are_measured_where_they_run(h100, monkeypatch):
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(accumulation, "kernels", lambda: pytest.fail("measured"))
+    monkeypatch.setattr(accumulation, "kernels", lambda device: pytest.fail("measured"))
     checks = {check.name: check for check in diagnose()}
     assert checks["backend fa3 on cpu"].detail == "FlashAttention-3 is for NVIDIA GPUs, not cpu"
 
