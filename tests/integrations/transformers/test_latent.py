@@ -252,3 +252,31 @@ def test_what_is_refused():
             model(ids[:, :100], past_key_values=cache)
     with pytest.raises(UsageError, match=r"there are no pages k72\.int8-v64"):
         FP8Cache(make(kv_lora_rank=64, qk_rope_head_dim=8))
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["as loaded", "with a cache of its own before"])
+def test_an_assistant_that_caches_latents(used):
+    """The tokens of greedy decoding on the same cache, across the end of a page. The assistant is the model without its
+    last layer, of which some guesses are right, and has transformers' own cache.
+    """
+    model, (ids, _) = make(), prompt(1, 120)
+    assistant = make(num_hidden_layers=1)
+    assistant.load_state_dict(model.state_dict(), strict=False)
+    assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
+    if used:
+        FP8Cache(assistant)  # sets its attention, and installs what reads pages
+    more = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    lengths = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = model.generate(ids, past_key_values=FP8Cache(model), **more)
+        assert lengths == [120] + [1] * 23
+        lengths.clear()
+        cache = FP8Cache(model)
+        out = model.generate(ids, past_key_values=cache, assistant_model=assistant, **more)
+    hook.remove()
+    assert torch.equal(out, want) and 143 <= cache.get_seq_length() <= 144
+    assert len(lengths) < 24 and max(lengths[1:]) > 2  # guesses were right, and checked together
