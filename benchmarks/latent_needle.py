@@ -45,6 +45,7 @@ from .measure import left_out
 from .needle import SAMPLES, TASK, load_samples, row_of, save_samples
 from .peers import flashmla
 from .problem import DEVICE, K
+from .single_level import emulated
 
 MODEL = ROOT / "models" / "stdlib-latent"
 PROMPTS = SAMPLES / "latent.zip"  # one of each length
@@ -53,7 +54,6 @@ ALONE = 6  # questions, and texts, of a batch of one
 TEXT = 48  # tokens of a text after a prompt
 BLOCKS = 132  # of a GPU, among which the kernels of others divide a batch
 NAME = "kernel_over_latents"  # what transformers calls the kernels that are not ours
-CUT = 13  # bits below the largest of the numbers that the tensor core adds, which it keeps
 
 
 class Case(NamedTuple):
@@ -87,31 +87,6 @@ def exact(q: torch.Tensor, rows: torch.Tensor, scale: float) -> torch.Tensor:
     return weights @ rows[:, : flashmla.RANK].float()
 
 
-def single_level(q: torch.Tensor, rows: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
-    """As `exact`, of E4M3: weights in E4M3, up to 256, whose products with values the tensor core adds up over all keys
-    of a part.
-    """
-    outs, lses = [], []
-    for part in rows.tensor_split(min(parts, len(rows))):
-        scores = q.float() @ part.float().T * scale
-        top = scores.amax(1, keepdim=True)
-        weights = 256 * torch.exp(scores - top)
-        products = E4M3.quantize(weights, torch.ones(())).float()[..., None] * part[:, : flashmla.RANK].float()
-        total = torch.zeros_like(products[:, 0])
-        for group in products.split(32, 1):
-            total = cut(torch.cat([total[:, None], group], 1)).sum(1)
-        outs.append(total / weights.sum(1, keepdim=True))
-        lses.append(top + weights.sum(1, keepdim=True).log())
-    share = torch.softmax(torch.stack(lses), 0)
-    return (share * torch.stack(outs)).sum(0)
-
-
-def cut(x: torch.Tensor) -> torch.Tensor:
-    """Numbers `[rows, n, ...]` that the tensor core adds, without the bits that it drops."""
-    unit = torch.exp2(torch.frexp(x.abs().amax(1, keepdim=True)).exponent.float() - 1 - CUT)
-    return (x / unit).trunc() * unit
-
-
 def defined(attend: Callable) -> Callable:
     """A kernel over pages, called as `flashmla.attend_bf16`, by its definition for one query of one sequence."""
 
@@ -141,7 +116,7 @@ KERNELS = {
 if DEVICE == "cpu":
     KERNELS = {
         "bf16": Kernel(defined(lambda q, rows, scale, parts: exact(q, rows, scale)), torch.bfloat16),
-        "vllm-flashmla-fp8": Kernel(defined(single_level), FP8),
+        "vllm-flashmla-fp8": Kernel(defined(emulated), FP8),
     }
 
 

@@ -3,10 +3,14 @@
     python single_level.py [--tokens 131072] [--mean 1] [--heads 128]
 
 It needs a Hopper GPU, torch, and an installed vLLM (measured with 0.26), whose libraries it loads; nothing else of vLLM
-is imported. All requests of a batch have the same pages, so 700 MB of GPU memory are enough. Each line is one call of
-the kernel that `--kv-cache-dtype fp8` runs, and one of the BF16 kernel beside it; only the number of requests differs.
-The error of the first request is against float64 on the very bytes that the kernel was given, so no rounding of the
-cache is in it.
+is imported. All requests of a batch have the same pages, so 1 GB of GPU memory is enough. Each line is one call of the
+kernel that `--kv-cache-dtype fp8` runs, and one of the BF16 kernel beside it; only the number of requests differs. The
+error of the first request is against float64 on the very bytes that the kernel was given, so no rounding of the cache
+is in it.
+
+`emulated` is what the tensor core's rule for FP8 sums predicts: an instruction adds 32 products to the sum so far, and
+cuts off each of these 33 numbers what is below 2^-13 of the largest one's power of two. This column, and the errors of
+sums that go to FP32 every so many tokens, need no GPU; without one they are all that is printed, in two minutes.
 """
 
 from __future__ import annotations
@@ -22,6 +26,10 @@ import torch
 RANK, ROPE, PAGE, SCALE = 512, 64, 64, 192**-0.5
 ROWS = 64  # of queries and heads, which a block of the kernel has
 BATCHES = (1, 2, 8, 22, 66)
+SMS = 132  # of an H200: as many blocks run
+PROMOTED = (64, 256, 1024, 4096)  # tokens
+KEPT = 13  # bits below the largest number's power of two
+EMULATED = 2  # heads
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -62,6 +70,37 @@ def exact(q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.softmax(q.double() @ rows.T * SCALE, 1) @ rows[:, :RANK]
 
 
+def emulated(q: torch.Tensor, rows: torch.Tensor, scale: float, parts: int) -> torch.Tensor:
+    """Attention of queries `[heads, rank + rope]` over `rows [tokens, rank + rope]`, both in E4M3, which are summed in
+    so many parts: each wholly in the tensor core, and the parts in FP32. Weights are in E4M3, the largest is 256.
+    Returns `[heads, rank]` float32.
+    """
+    outs, lses = [], []
+    for part in rows.float().tensor_split(min(parts, len(rows))):
+        scores = q.float() @ part.T * scale
+        top = scores.amax(1, keepdim=True)
+        weights = 256 * torch.exp(scores - top)
+        products = weights.to(torch.float8_e4m3fn).float()[..., None] * part[:, :RANK]
+        total = torch.zeros_like(products[:, 0])
+        for group in products.split(32, 1):
+            total = cut(torch.cat([total[:, None], group], 1)).sum(1)
+        outs.append(total / weights.sum(1, keepdim=True))
+        lses.append(top + weights.sum(1, keepdim=True).log())
+    return (torch.softmax(torch.stack(lses), 0) * torch.stack(outs)).sum(0)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """Numbers `[heads, n, rank]` that one instruction adds, without the bits that it drops."""
+    unit = torch.exp2(torch.frexp(x.abs().amax(1, keepdim=True)).exponent.float() - 1 - KEPT)
+    return (x / unit).trunc() * unit
+
+
+def emulated_error(q: torch.Tensor, rows: torch.Tensor, parts: int, want: torch.Tensor) -> float:
+    """The relative error of some heads."""
+    out, want = emulated(q[:EMULATED], rows, SCALE, parts).double(), want[:EMULATED]
+    return float((out - want).norm() / want.norm())
+
+
 def error(attend: Attend, q: torch.Tensor, rows: torch.Tensor, batch: int, want: torch.Tensor) -> float:
     """The relative error of the first of `batch` equal requests."""
     pages = -(-len(rows) // PAGE)
@@ -82,21 +121,30 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=1.0, help="of each channel, in deviations (default: %(default)s)")
     parser.add_argument("--vllm", type=Path, help="the folder of vLLM's package (default: the installed one's)")
     args = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        sys.exit("this needs a Hopper GPU (H100, H200): the kernel is for these alone")
-    spec = find_spec("vllm")
-    if args.vllm is None and (spec is None or spec.origin is None):
-        sys.exit("vLLM is not installed here: pip install vllm, or name the folder of its package with --vllm")
-    load(args.vllm or Path(spec.origin).parent)
-    count = torch.cuda.get_device_properties(0).multi_processor_count
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {args.tokens:,} tokens, mean {args.mean:g}")
-    print("requests  blocks a request  error in FP8  error in BF16")
-    q, rows = inputs(args.tokens, args.heads, args.mean, "cuda")
+    measured = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    sms, device = SMS, "cpu"
+    if measured:
+        spec = find_spec("vllm")
+        if args.vllm is None and (spec is None or spec.origin is None):
+            sys.exit("vLLM is not installed here: pip install vllm, or name the folder of its package with --vllm")
+        load(args.vllm or Path(spec.origin).parent)
+        sms, device = torch.cuda.get_device_properties(0).multi_processor_count, "cuda"
+    where = torch.cuda.get_device_name() if measured else "no Hopper GPU, so nothing is measured"
+    print(f"{where}; torch {torch.__version__}; {args.tokens:,} tokens, {args.heads} heads, mean {args.mean:g}\n")
+    q, rows = inputs(args.tokens, args.heads, args.mean, device)
     want = exact(q, rows)
+    print("requests  blocks a request  emulated" + "  FP8 kernel  BF16 kernel" * measured)
     for batch in BATCHES:
-        blocks = count / (batch * -(-args.heads // ROWS))
-        off = [error(attend, q, rows, batch, want) for attend in (fp8, bf16)]
-        print(f"{batch:8d}  {blocks:16.1f}  {off[0]:12.1%}  {off[1]:13.2%}", flush=True)
+        blocks = max(1.0, sms / (batch * -(-args.heads // ROWS)))
+        line = f"{batch:8d}  {blocks:16.1f}  {emulated_error(q, rows, round(blocks), want):8.1%}"
+        if measured:
+            off = [error(attend, q, rows, batch, want) for attend in (fp8, bf16)]
+            line += f"  {off[0]:10.1%}  {off[1]:11.2%}"
+        print(line, flush=True)
+    print("\nto FP32 every  emulated")
+    for tokens in PROMOTED:
+        parts = -(-args.tokens // tokens)
+        print(f"{tokens:6d} tokens  {emulated_error(q, rows, parts, want):8.2%}", flush=True)
 
 
 if __name__ == "__main__":
