@@ -58,7 +58,7 @@ SET = {
     1: (
         Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40),
         Entry("overhead", 30),
-        Entry("accumulation", 45), Entry("first_token", 85),
+        Entry("accumulation", 75), Entry("first_token", 85),
     ),
     2: (Entry("triton", 130), Entry("video", 120), Entry("accuracy", 80, False)),
     3: (Entry(TESTS, 320, False), Entry("real_model", 150, False), Entry("needle", 360, False)),

@@ -30,14 +30,9 @@ COLORS = {impl: call.color for impl, call in CALLS.items()} | {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc",
 }  # fmt: skip
-SUMS = {  # kernels over K and V: label, color, style
-    "fp8attn hopper": ("fp8attn", COLORS["fp8attn"], "o-"),
-    "FlashAttention-3 (flash_attn_interface)": ("FlashAttention-3", COLORS["fa3-fp8"], "o-"),
-    "FlashAttention-3 (fa3_fwd_interface)": ("FlashAttention-3 (fa3-fwd)", COLORS["fa3-fp8"], "o--"),
-    "FlashAttention-3 (vllm)": ("vLLM's FlashAttention-3", COLORS["vllm-fa3-fp8"], "o--"),
-    "PyTorch's quantized SDPA": ("PyTorch's quantized SDPA", "#9b5de5", "o:"),
-}
 LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
+NAMES = {impl: call.title for impl, call in CALLS.items()} | {"fp8attn": "fp8attn"}
+BATCHES = {1: "o:", 8: "o--", 66: "o-"}  # how their lines look
 MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
@@ -183,33 +178,31 @@ def plot_needle() -> None:
 
 
 def plot_accumulation() -> None:
-    """Error by length: prompts over K and V above, steps over latents below, a line a batch; a column a mean."""
+    """Error by length: a row of panels for prompts, steps and steps over latents, a column a mean, a line a batch."""
     device, rows = latest("accumulation")
-    figure, grid = plt.subplots(2, 3, figsize=(12, 7.4), sharex=True, sharey=True)
-    for axes, mean in zip(grid[0], MEANS, strict=True):
-        for impl in dict.fromkeys(impl for case, impl in rows if case.startswith("S")):
-            label, color, style = SUMS[impl]
-            points = {n: rows[case, impl][f"rel_err_{mean:g}"] for n, case in lengths(rows, r"S(\d+)").items()}
-            axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=label, color=color)
-        axes.set_title(f"prompts, V of mean {mean:g} deviations", loc="left", fontsize=10)
-    for axes, mean in zip(grid[1], MEANS, strict=True):
-        for batch, style in {66: "o-", 8: "o--", 1: "o:"}.items():
-            cases = lengths(rows, rf"latent-B{batch}-S(\d+)")
-            for impl in LATENT if batch != 8 else ("vllm-flashmla-fp8",):  # the others do not depend on the batch
-                points = {n: row[f"rel_err_{mean:g}"] for n, case in cases.items() if (row := rows.get((case, impl)))}
-                label = f"{LATENT[impl]}, {'a request alone' if batch == 1 else f'{batch} requests'}"
-                axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=label, color=COLORS[impl])
-        axes.set_title(f"decode over latents, mean {mean:g}", loc="left", fontsize=10)
-    for axes in grid.flat:
+    kinds = {"prompt": "prompts", "step": "decode steps", "latent": "decode steps over latents"}
+    figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True)
+    for axes, ((kind, title), mean) in zip(grid.flat, product(kinds.items(), MEANS), strict=True):
+        impls = dict.fromkeys(impl for case, impl in rows if case.startswith(f"{kind}-"))
+        for impl, batch in product(impls, ("",) if kind == "prompt" else BATCHES):
+            cases = lengths(rows, rf"{kind}-{f'B{batch}-' if batch else ''}S(\d+)")
+            found = {n: row[f"rel_err_{mean:g}"] for n, case in cases.items() if (row := rows.get((case, impl)))}
+            label = NAMES.get(impl, impl) if not batch or batch == max(BATCHES) else None
+            axes.plot(
+                found.keys(), found.values(), BATCHES.get(batch, "o-"), ms=3, lw=1.4, color=COLORS[impl], label=label
+            )
+        axes.set_title(f"{title}, values of mean {mean:g}", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
+        axes.legend(fontsize=7, loc="upper left", frameon=False)
     for axes in grid[-1]:
-        axes.set_xlabel("tokens in the cache")
-    for axes in grid[:, 0]:
-        axes.legend(fontsize=6.5, loc="upper left", frameon=False)
-    title = f"What sums lose on an {device}: error against float64 on the same bytes, by length and batch"
+        axes.set_xlabel("tokens of a sequence")
+    for batch, style in BATCHES.items():
+        grid[1, 1].plot([], [], style, ms=3, color="#555555", label=f"batch of {batch}")
+    grid[1, 1].legend(fontsize=7, loc="upper left", frameon=False)
+    title = f"What sums lose on an {device}: error against float64 on the same bytes, by length, batch and mean"
     finish("accumulation", figure, figure.add_axes((0, 0, 0, 0), visible=False), title)
 
 
@@ -284,8 +277,8 @@ PLOTS = {
 
 def measured(name: str) -> bool:
     """Whether there are rows for a picture. Those of `accumulation` had one mean and no batches before."""
-    held = latest(name)[1].values()
-    return any("rel_err_1" in row for row in held) if name == "accumulation" else bool(held)
+    found = latest(name)[1]
+    return any(case.startswith("latent-") for case, _ in found) if name == "accumulation" else bool(found)
 
 
 def main() -> None:

@@ -153,12 +153,12 @@ def test_a_benchmark_that_fails_writes_nothing_and_is_named(on_a_cpu, monkeypatc
 
     monkeypatch.setattr(decode, "measure", measure)
     with pytest.raises(SystemExit) as ended:
-        whole.main(["1", "--only", "decode", "accumulation", "sdpa", "--seconds", "25"])
+        whole.main(["1", "--only", "decode", "append", "sdpa", "--seconds", "25"])
     said = capsys.readouterr().out
     assert ended.value.code and "RuntimeError: a kernel is wrong" in said
     assert "NOT MEASURED: decode: it failed: what it printed is above" in said
     assert "NOT MEASURED: sdpa: " in said and "were left, and it takes some 60 s" in said
-    assert [path.name for path in (on_a_cpu / "results/cpu").iterdir()] == ["accumulation.json"]
+    assert [path.name for path in (on_a_cpu / "results/cpu").iterdir()] == ["append.json"]
 
 
 def test_a_peer_that_is_missing_is_named(on_a_cpu, monkeypatch, capsys):
