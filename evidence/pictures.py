@@ -22,6 +22,7 @@ from benchmarks.problem import KEYS
 from .rows import latest, lengths, path_of, ratio
 from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
+from .tables.latents import LATENT, NEEDLES
 from .tables.texts import STORED, TEXTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
@@ -30,7 +31,6 @@ COLORS = {impl: call.color for impl, call in CALLS.items()} | {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc",
 }  # fmt: skip
-LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
 NAMES = {impl: call.title for impl, call in CALLS.items()} | {"fp8attn": "fp8attn"}
 BATCHES = {1: "o:", 8: "o--", 66: "o-"}  # how their lines look
 MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
@@ -199,9 +199,9 @@ def plot_accumulation() -> None:
         axes.legend(fontsize=7, loc="upper left", frameon=False)
     for axes in grid[-1]:
         axes.set_xlabel("tokens of a sequence")
-    for batch, style in BATCHES.items():
-        grid[1, 1].plot([], [], style, ms=3, color="#555555", label=f"batch of {batch}")
-    grid[1, 1].legend(fontsize=7, loc="upper left", frameon=False)
+    lines = [grid[1, 1].plot([], [], style, ms=3, color="#555555")[0] for style in BATCHES.values()]
+    titles = [f"batch of {batch}" for batch in BATCHES]
+    grid[1, 1].legend(lines, titles, fontsize=7, loc="upper left", frameon=False, handlelength=4)
     title = f"What sums lose on an {device}: error against float64 on the same bytes, by length, batch and mean"
     finish("accumulation", figure, figure.add_axes((0, 0, 0, 0), visible=False), title)
 
@@ -241,9 +241,8 @@ def plot_latent_needle() -> None:
     """Right answers by depth above, a panel a system, a column a case; perplexity over BF16's below."""
     device, rows = latest("latent_needle")
     cases = list(dict.fromkeys(case for case, _ in rows))
-    systems = {"bf16": "FlashMLA, BF16", "fp8attn": LATENT["fp8attn"], "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8"}
     figure, grid = plt.subplots(2, 3, figsize=(12, 7.6), sharex=True, sharey="row", height_ratios=[3, 2])
-    for (above, below), (impl, title) in zip(grid.T, systems.items(), strict=True):
+    for (above, below), (impl, title) in zip(grid.T, NEEDLES.items(), strict=True):
         here = [rows.get((case, impl), {}) for case in cases]
         cells = np.full((10, len(cases)), np.nan)
         for i, row in enumerate(here):

@@ -50,7 +50,8 @@ def project_latent(x, norm, wq, wa, latent_norm, wb, cos, sin, heads, eps):
     expanded = linear(rms_norm(latent, latent_norm, LATENT_EPS), wb).unflatten(1, (heads, -1))
     k_turned = rotate(k_turned[:, None], cos, sin).expand(-1, heads, -1)
     q = torch.cat((q[..., :plain], rotate(q[..., plain:], cos, sin)), dim=-1)
-    return q, torch.cat((expanded[..., :plain], k_turned), dim=-1), expanded[..., plain:]
+    k = torch.cat((expanded[..., :plain], k_turned), dim=-1)
+    return q, k, expanded[..., plain:].contiguous()  # cuDNN's attention takes rows that lie side by side
 
 
 def drop(x, dropout):

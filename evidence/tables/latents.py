@@ -1,0 +1,48 @@
+"""Attention over latents: speed, errors, and needles of the small model's twin."""
+
+from __future__ import annotations
+
+from ..rows import latest, ratio
+from .writing import block, number, table, value
+
+LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
+NEEDLES = {"bf16": LATENT["flashmla-bf16"], **{impl: LATENT[impl] for impl in ("vllm-flashmla-fp8", "fp8attn")}}
+
+
+@block("latent")
+def latent() -> str:
+    """Microseconds of a step, ratios, and errors by the mean of latents."""
+    title, found = latest("latent")
+    body = []
+    for case in dict.fromkeys(case for case, _ in found):
+        ours, *theirs = (found.get((case, impl)) for impl in LATENT)
+        errors = [
+            " / ".join(value(found, case, impl, key, ".2f", 100) for key in ("rel_err_0", "rel_err_0.3", "rel_err"))
+            for impl in LATENT
+            if (case, impl) in found
+        ]
+        body.append(
+            [
+                case,
+                *(number(1000 * row["ms"] if row else None, ".1f") for row in (ours, *theirs)),
+                *(number(ratio(ours, row)) for row in theirs),
+                *errors,
+                *[""] * (len(LATENT) - len(errors)),
+            ]
+        )
+    head = [f"{title}; us a step", *LATENT.values(), "over vLLM's FP8", "over BF16"]
+    return table([*head, *(f"{name}: error, %, at mean 0 / 0.3 / 1" for name in LATENT.values())], body)
+
+
+@block("latent_needle")
+def latent_needle() -> str:
+    """Right answers and perplexity of the twin."""
+    title, found = latest("latent_needle")
+
+    def cell(case: str, impl: str) -> str:
+        row = found.get((case, impl))
+        return "" if row is None else f"{100 * row['accuracy']:.4g}% of {row['samples']}; {row['ppl']:.2f}"
+
+    cases = dict.fromkeys(case for case, _ in found)
+    body = [[case, *(cell(case, impl) for impl in NEEDLES)] for case in cases]
+    return table([f"{title}; right answers; perplexity", *NEEDLES.values()], body)
