@@ -131,14 +131,14 @@ class LatentLayer(DynamicLayer):
 
     def __init__(self, dtype: torch.dtype, room: int) -> None:
         super().__init__()
-        self.dtype, self.own, self.length = dtype, -(-room // flashmla.PAGE) + 1, 0
+        self.dtype, self.spare, self.length = dtype, -(-room // flashmla.PAGE) + 1, 0
 
     def update(self, latent: torch.Tensor, rope: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `latent [B, 1, S, 512]`, `rope [B, 1, S, 64]`."""
         rows = torch.cat([latent, rope], -1)[:, 0]
         rows = E4M3.quantize(rows, torch.ones((), device=rows.device)) if self.dtype == FP8 else rows.to(self.dtype)
         if not self.length:
-            pages = -(-rows.shape[1] // flashmla.PAGE) + self.own
+            pages = -(-rows.shape[1] // flashmla.PAGE) + self.spare
             self.pool = torch.zeros(pages, flashmla.PAGE, 1, rows.shape[2], dtype=self.dtype, device=rows.device)
             self.table = torch.arange(pages, dtype=torch.int32, device=rows.device)[None]
         at = self.length + torch.arange(rows.shape[1], device=rows.device)
@@ -154,8 +154,8 @@ class LatentLayer(DynamicLayer):
         """Repeat the one sequence. The copies share the pages that are full."""
         full = self.length // flashmla.PAGE
         self.pool = torch.cat([self.pool[:full], self.pool[full:].repeat(repeats, 1, 1, 1)])
-        own = torch.arange(full, len(self.pool), dtype=torch.int32, device=self.pool.device).view(repeats, -1)
-        self.table = torch.cat([self.table[:, :full].expand(repeats, -1), own], 1).contiguous()
+        ends = torch.arange(full, len(self.pool), dtype=torch.int32, device=self.pool.device).view(repeats, -1)
+        self.table = torch.cat([self.table[:, :full].expand(repeats, -1), ends], 1).contiguous()
 
     def crop(self, tokens_to_remove: int) -> None:
         self.length += tokens_to_remove
@@ -256,14 +256,16 @@ class Asked(NamedTuple):
 
 
 def asked(prompt: torch.Tensor, parts: Sequence[tuple[list[int], list[int]]], depths: Sequence[float]) -> Asked:
-    """Args:
-    parts: of each row, what is given and what is scored.
+    """Rows of one length.
+
+    Args:
+        parts: of each row, the tokens before those that are scored, and these.
     """
-    rows = torch.zeros(len(parts), max(len(given) + len(answer) for given, answer in parts), dtype=torch.int64)
+    rows = torch.zeros(len(parts), max(len(before) + len(answer) for before, answer in parts), dtype=torch.int64)
     scored = torch.zeros(len(rows), rows.shape[1] - 1, dtype=torch.bool)
-    for row, mask, (given, answer) in zip(rows, scored, parts, strict=True):
-        row[: len(given) + len(answer)] = torch.tensor([*given, *answer])
-        mask[len(given) - 1 : len(given) + len(answer) - 1] = True
+    for row, mask, (before, answer) in zip(rows, scored, parts, strict=True):
+        row[: len(before) + len(answer)] = torch.tensor([*before, *answer])
+        mask[len(before) - 1 : len(before) + len(answer) - 1] = True
     return Asked(prompt, rows, scored, depths)
 
 
@@ -307,11 +309,11 @@ def answer(model: Any, make: Callable[[int], Cache], ask: Asked, batch: int) -> 
     if batch > 1:
         cache.batch_repeat_interleave(batch)
         return score(model, cache, rows.to(device))
-    found = []
+    scores = []
     for row in rows:
-        found.append(score(model, cache, row[None].to(device)))
+        scores.append(score(model, cache, row[None].to(device)))
         cache.crop(1 - rows.shape[1])
-    nats, hits = zip(*found, strict=True)
+    nats, hits = zip(*scores, strict=True)
     return torch.cat(nats), torch.cat(hits)
 
 
@@ -353,8 +355,8 @@ def measure(case: str) -> Iterator[dict]:
         nats, hits = answer(there.model, make, needles, batch)
         right = (hits | ~needles.scored).all(1)
         outcomes += [
-            Outcome(impl, TASK, length, index, depth, (), "", float(found))
-            for index, (depth, found) in enumerate(zip(needles.depths, right, strict=True))
+            Outcome(impl, TASK, length, index, depth, (), "", float(answered))
+            for index, (depth, answered) in enumerate(zip(needles.depths, right, strict=True))
         ]
         row = row_of(case, impl, outcomes) | {"nats": float(nats[needles.scored].mean())}
         nats, _ = answer(there.model, make, plain, batch)

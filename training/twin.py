@@ -55,18 +55,18 @@ def make_twin(llama, tokens, compiled=False):
 
 def moments(llama, tokens):
     """The second moments `[hidden, hidden]` of each layer's input of attention, float64."""
-    found, (project, *others) = [], llama.plain
+    second_moments, (project, *others) = [], llama.plain
 
     def note(x, norm, *rest):
         h = rms_norm(x, norm, llama.c["rms_norm_eps"]).double()
-        found.append(h.T @ h / len(h))
+        second_moments.append(h.T @ h / len(h))
         return project(x, norm, *rest)
 
     llama.plain = (note, *others)
     with sdpa_kernel(SDPBackend.MATH):  # training has chosen kernels that take no float32
         llama(tokens)
     llama.plain = (project, *others)
-    return found
+    return second_moments
 
 
 def fill_attention(c, latent, old, new, seen):
@@ -94,15 +94,15 @@ def fill_attention(c, latent, old, new, seen):
     new.wq.copy_(torch.cat((q[:, plain], turned_q.real, turned_q.imag), 1).flatten(0, 1))
 
     # A latent: K's channels without RoPE, V, and random ones, whose share of the root mean square steadies it.
-    held = torch.cat((k[:, plain].flatten(0, 1), v.flatten(0, 1)))
-    blocks = held.unflatten(0, (-1, dim))
+    stored = torch.cat((k[:, plain].flatten(0, 1), v.flatten(0, 1)))
+    blocks = stored.unflatten(0, (-1, dim))
     size = torch.einsum("brd,de,bre->b", blocks, seen, blocks).div(dim).sqrt()
-    free = latent["kv_lora_rank"] - len(held)
-    fill = torch.randn(free, width, dtype=torch.float64, device=held.device) * seen.trace().rsqrt() * FILL
+    free = latent["kv_lora_rank"] - len(stored)
+    fill = torch.randn(free, width, dtype=torch.float64, device=stored.device) * seen.trace().rsqrt() * FILL
     new.wa.copy_(torch.cat(((blocks / size[:, None, None]).flatten(0, 1), fill, shared.real, shared.imag)))
-    norm = ((len(held) + free * FILL**2) / latent["kv_lora_rank"]) ** 0.5
+    norm = ((len(stored) + free * FILL**2) / latent["kv_lora_rank"]) ** 0.5
     new.latent_norm.fill_(norm)
-    new.latent_norm[len(held) :] /= FILL
+    new.latent_norm[len(stored) :] /= FILL
 
     keys, wb = len(plain), new.wb.view(heads, len(plain) + dim, -1)
     wb.zero_()

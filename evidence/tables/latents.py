@@ -12,14 +12,14 @@ NEEDLES = {"bf16": LATENT["flashmla-bf16"], **{impl: LATENT[impl] for impl in ("
 @block("latent")
 def latent() -> str:
     """Microseconds of a step, ratios, and errors by the mean of latents."""
-    title, found = latest("latent")
+    title, rows = latest("latent")
     body = []
-    for case in dict.fromkeys(case for case, _ in found):
-        ours, *theirs = (found.get((case, impl)) for impl in LATENT)
+    for case in dict.fromkeys(case for case, _ in rows):
+        ours, *theirs = (rows.get((case, impl)) for impl in LATENT)
         errors = [
-            " / ".join(value(found, case, impl, key, ".2f", 100) for key in ("rel_err_0", "rel_err_0.3", "rel_err"))
+            " / ".join(value(rows, case, impl, key, ".2f", 100) for key in ("rel_err_0", "rel_err_0.3", "rel_err"))
             for impl in LATENT
-            if (case, impl) in found
+            if (case, impl) in rows
         ]
         body.append(
             [
@@ -37,12 +37,12 @@ def latent() -> str:
 @block("latent_needle")
 def latent_needle() -> str:
     """Right answers and perplexity of the twin."""
-    title, found = latest("latent_needle")
+    title, rows = latest("latent_needle")
 
     def cell(case: str, impl: str) -> str:
-        row = found.get((case, impl))
+        row = rows.get((case, impl))
         return "" if row is None else f"{100 * row['accuracy']:.4g}% of {row['samples']}; {row['ppl']:.2f}"
 
-    cases = dict.fromkeys(case for case, _ in found)
+    cases = dict.fromkeys(case for case, _ in rows)
     body = [[case, *(cell(case, impl) for impl in NEEDLES)] for case in cases]
     return table([f"{title}; right answers; perplexity", *NEEDLES.values()], body)

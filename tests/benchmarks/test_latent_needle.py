@@ -50,9 +50,9 @@ def rows(folder):
         assert list(latent_needle.measure("B1")) == []  # there are no prompts yet
         latent_needle.main()
         latent_needle.system.cache_clear()
-        found = {(case, row["impl"]): row for case in cases for row in latent_needle.measure(case)}
+        by_case = {(case, row["impl"]): row for case in cases for row in latent_needle.measure(case)}
     latent_needle.system.cache_clear()
-    return found
+    return by_case
 
 
 @pytest.mark.slow
@@ -99,6 +99,6 @@ def test_copies_share_full_pages_and_have_tokens_of_their_own():
         layer.update(part[..., :512], part[..., 512:])
     assert layer.table.shape == (3, 4) and set(layer.table[:, 0].tolist()) == {0}
     for seq in range(3):
-        held = layer.pool.view(torch.uint8)[layer.table[seq].long()].view(FP8).flatten(0, 2)[:130]
-        given = E4M3.quantize(torch.cat([rows[0, 0], new[seq, 0]]), torch.ones(()))
-        assert torch.equal(held.float(), given.float())
+        stored = layer.pool.view(torch.uint8)[layer.table[seq].long()].view(FP8).flatten(0, 2)[:130]
+        expected = E4M3.quantize(torch.cat([rows[0, 0], new[seq, 0]]), torch.ones(()))
+        assert torch.equal(stored.float(), expected.float())

@@ -26,8 +26,8 @@ def test_the_error_is_of_the_bytes_that_the_kernel_gets():
 
     def attend(queries, cache, lengths, table):
         assert queries.shape == (5, 1, 3, 576) and cache.shape == (4, 64, 1, 576) and lengths.tolist() == [200] * 5
-        held = cache.view(torch.uint8)[table[4].long()].view(rows.dtype).flatten(0, 2)
-        out = single_level.exact(queries[4, 0], held[: lengths[4]])
+        stored = cache.view(torch.uint8)[table[4].long()].view(rows.dtype).flatten(0, 2)
+        out = single_level.exact(queries[4, 0], stored[: lengths[4]])
         return (1.25 * out).expand(5, 1, -1, -1)
 
     assert single_level.error(attend, q, rows, 5, want) == pytest.approx(0.25)
@@ -52,8 +52,8 @@ def test_a_sum_in_the_tensor_core_loses_what_was_measured(length, expected):
 def test_the_rule_predicts_the_kernel(mean, expected):
     """vLLM's FP8 kernel on an H200, 66 requests of 8,192 tokens: 10%, 3.3% and 1.4% (docs/single-level-sums.md)."""
     q, rows = single_level.inputs(8192, single_level.EMULATED, mean, "cpu")
-    found = single_level.emulated_error(q, rows, 1, single_level.exact(q, rows))
-    assert found == pytest.approx(expected, rel=0.1)
+    predicted = single_level.emulated_error(q, rows, 1, single_level.exact(q, rows))
+    assert predicted == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

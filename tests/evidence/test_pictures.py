@@ -15,25 +15,25 @@ SUMS = ("fp8attn", "fa3-fp8", "vllm-fa3-fp8")
 
 def latents() -> list[dict]:
     """Rows of `latent`: vLLM's kernel in 1 ms, and ours in less; others do not take lengths that differ."""
-    found = []
+    measured = []
     for number, (case, shape) in enumerate(latent.CASES.items()):
         for impl, ms in {"fp8attn": 0.8 - 0.01 * number, "flashmla-bf16": 1.5, "vllm-flashmla-fp8": 1.0}.items():
             if impl == "fp8attn" or shape.uniform:
                 errors = {"rel_err": 0.002, "rel_err_0": 0.01, "rel_err_0.3": 0.005}
-                found.append({"case": case, "impl": impl, "ms": ms, "tflops": 1.0, "gbps": 1.0} | errors)
-    return found
+                measured.append({"case": case, "impl": impl, "ms": ms, "tflops": 1.0, "gbps": 1.0} | errors)
+    return measured
 
 
 def sums() -> list[dict]:
     """Rows of `accumulation`: the error of a single-level kernel is its tokens over 2^20, in a batch of 66."""
-    found = [{"case": "S1024", "impl": "FlashAttention-3 (vllm)", "rel_err": 0.002}]
+    measured = [{"case": "S1024", "impl": "FlashAttention-3 (vllm)", "rel_err": 0.002}]
     for case in accumulation.SHAPES:
         impls = ("fp8attn", "flashmla-bf16", "vllm-flashmla-fp8") if case in accumulation.LATENTS else SUMS
         for impl in impls:
             single = impl in ("vllm-flashmla-fp8", "fa3-fp8")
             off = int(case.split("S")[1]) / 2**20 / (66 if "-B1-" in case else 1) if single else 0.002
-            found.append({"case": case, "impl": impl} | {f"rel_err_{mean:g}": off for mean in accumulation.MEANS})
-    return found
+            measured.append({"case": case, "impl": impl} | {f"rel_err_{mean:g}": off for mean in accumulation.MEANS})
+    return measured
 
 
 def needles() -> list[dict]:
@@ -65,7 +65,7 @@ def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     drawn = {}
     finish = pictures.finish
-    monkeypatch.setattr(pictures, "finish", lambda *given: [drawn.update(figure=given[1]), finish(*given)])
+    monkeypatch.setattr(pictures, "finish", lambda *arguments: [drawn.update(figure=arguments[1]), finish(*arguments)])
     pictures.PLOTS[name]()
     assert (tmp_path / "h200" / f"{name}.png").stat().st_size > 10_000
     above, *_, last = (axes for axes in drawn["figure"].axes if axes.get_visible() and axes.has_data())

@@ -21,7 +21,7 @@ def test_later_turns_lose_no_more_than_the_first(mean):
     plain = latent_turns.through(model, transformers.DynamicCache(config=model.config), prompt, turns)
     assert max(latent_turns.errors(plain, want)) < 1e-4
     cache = FP8Cache(model)
-    found = latent_turns.errors(latent_turns.through(model, cache, prompt, turns), want)
-    assert max(found) < 0.02 and max(found) < 1.5 * found[0]
+    lost = latent_turns.errors(latent_turns.through(model, cache, prompt, turns), want)
+    assert max(lost) < 0.02 and max(lost) < 1.5 * lost[0]
     shared = cache.paged.table.tables
     assert len({tables[0] for tables in shared}) == 1 and len({tables[-1] for tables in shared}) == latent_turns.USERS
