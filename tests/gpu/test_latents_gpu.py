@@ -218,7 +218,7 @@ def test_a_step_in_a_graph_that_grows(backend):
     for each in (cache, theirs):
         each.reserve(300)
         each.append(0, *prompt)
-    x, rope = tokens(2, SPEC, torch.bfloat16)
+    x, rope = tokens(2, SPEC, torch.bfloat16, device=CUDA)
     q = torch.randn(2, 16, 576, device=CUDA).bfloat16()
     pages = cache.pages(0)
 
