@@ -14,7 +14,8 @@
 | `memory.py` | numbers and barriers in shared memory |
 | `ptx.py`, `gluon.py` | inline PTX; all names of Gluon, which changes between Triton versions |
 | `operands.py` | changes of the PTX that Triton makes |
-| `launch.py`, `counters.py` | cheap launches; counters that are zero before and after each |
+| `launch.py`, `cuda.py` | cheap launches; how CUDA's driver is called |
+| `counters.py` | counters that are zero before and after each launch |
 | `compile.py`, `keys.py` | compiling a recorded launch without a GPU; one key for a kernel in all processes |
 | `devices.py`, `machine.py` | the measured speed of GPUs; their properties, and where the Hopper kernels run |
 """
