@@ -129,6 +129,7 @@ ROWS = {
     "fp8attn_tools/cli/tables.py": ("tools/cli/test_drawing.py",),
     "fp8attn_tools/diagnostics/": ("tools/diagnostics/test_doctor.py",),
     "fp8attn_tools/diagnostics/accumulation.py": ("backends/test_fa3.py", "tools/diagnostics/test_doctor.py"),
+    "fp8attn_tools/diagnostics/flashmla.py": ("tools/diagnostics/test_accumulation.py",),
     "fp8attn_tools/evaluation/harness.py": ("tools/evaluation/test_ruler.py",),
     "fp8attn_tools/evaluation/outcomes.py": ("tools/evaluation/test_needle.py",),
     "fp8attn_tools/evaluation/paired.py": ("tools/cli/test_drawing.py", "tools/evaluation/test_needle.py"),

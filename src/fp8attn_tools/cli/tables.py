@@ -171,9 +171,9 @@ def discordant_table(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def accumulation_table(what: str, kernels: Mapping[str, Accumulation]) -> Table:
+def accumulation_table(task: str, kernels: Mapping[str, Accumulation]) -> Table:
     """One row for each batch and length, with the error of each kernel."""
-    table = _table(f"Errors of attention in {what}: equal weights, V of mean 1 and deviation 1/2")
+    table = _table(f"Errors of attention in {task}: equal weights, V of mean 1 and deviation 1/2")
     for column in ("sequences", "tokens of each", *kernels):
         table.add_column(column, justify="right")
     cases = dict.fromkeys(case for result in kernels.values() for case in result.errors)

@@ -157,31 +157,31 @@ def candidates(inputs: Inputs, device: torch.device | str) -> dict[str, Attend |
     Prompts are attended to as dense tensors in E4M3. Over pages, what fp8attn stores is measured: E4M3 is its format of
     V, and latents are rounded to INT8.
     """
-    found: dict[str, Attend | str] = {}
+    known: dict[str, Attend | str] = {}
     of_prompts = inputs.queries > 1
     backends: tuple[BackendName, ...] = ("hopper",) if of_prompts else ("hopper", "triton")
     for backend in backends:
         ours = partial(_prompt if of_prompts else _over_pages, backend)
-        found[f"fp8attn {backend}"] = unsupported_reason(backend, device, head_dim=inputs.spec) or ours
+        known[f"fp8attn {backend}"] = unsupported_reason(backend, device, head_dim=inputs.spec) or ours
     for name, attend in (_vllm_latents() if inputs.rope else dense()).items():
-        found[name] = no_hopper_reason(torch.device(device), "the kernel is") or attend
-    return found
+        known[name] = no_hopper_reason(torch.device(device), "the kernel is") or attend
+    return known
 
 
 def dense() -> dict[str, Attend | str]:
     """Each build of FlashAttention-3, or why it cannot be used; and PyTorch's op if its FA3 is active."""
-    found: dict[str, Attend | str] = {}
+    known: dict[str, Attend | str] = {}
     for build in fa3.BUILDS:
         name = f"FlashAttention-3 ({build})"
         try:
-            found[name] = partial(
+            known[name] = partial(
                 _repeated, partial(fa3.attention, causal=False, softmax_scale=1.0, build=fa3.find(build))
             )
         except LookupError as problem:
-            found[name] = str(problem)
+            known[name] = str(problem)
     if torch.nn.attention.current_flash_attention_impl() == "FA3":
-        found["PyTorch's quantized SDPA"] = partial(_repeated, _pytorch)
-    return found
+        known["PyTorch's quantized SDPA"] = partial(_repeated, _pytorch)
+    return known
 
 
 def _vllm_latents() -> dict[str, Attend | str]:

@@ -81,8 +81,8 @@ def diagnose(measure: bool = True) -> list[Check]:
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:
         for name, attend in accumulation.kernels(device=hopper).items():
-            found = accumulation.measure(attend, hopper)
-            checks.append(Check(f"accumulation of {name}", "ok" if found.levels == 2 else "warn", str(found)))
+            result = accumulation.measure(attend, hopper)
+            checks.append(Check(f"accumulation of {name}", "ok" if result.levels == 2 else "warn", str(result)))
     return checks
 
 
@@ -140,16 +140,16 @@ def examine(model: Any) -> list[Check]:
     checks = [
         Check(f"static means of {which.upper()}", "ok", f"layers {ranges(layers)}: from the model's biases")
         for which in "kv"
-        if (layers := [index for index, found in biases.items() if getattr(found, f"{which}_mean") is not None])
+        if (layers := [index for index, layer in biases.items() if getattr(layer, f"{which}_mean") is not None])
     ]
-    if unread := [index for index, found in biases.items() if found.unread]:
+    if unread := [index for index, layer in biases.items() if layer.unread]:
         detail = (
             f"layers {ranges(unread)}: cannot be read from the weights, so these layers get no static means; fp8attn "
             f"calibrate finds them"
         )
         checks.append(Check("biases of K and V", "warn", detail))
-    checks += offset_checks({index: found.k_offset for index, found in biases.items() if found.stands_out})
-    if steps := {index: found.k_step for index, found in biases.items() if found.loses}:
+    checks += offset_checks({index: layer.k_offset for index, layer in biases.items() if layer.stands_out})
+    if steps := {index: layer.k_step for index, layer in biases.items() if layer.loses}:
         worst = max(steps, key=lambda layer: steps[layer])
         detail = (
             f"layers {ranges(steps)}: the offset makes the step of INT8 keys up to {steps[worst]:.0f} times as large "
