@@ -33,6 +33,10 @@ def folder(tmp_path_factory):
     return folder
 
 
+def no_kernel(*_):
+    raise RuntimeError("it does not take 4 heads")
+
+
 @pytest.fixture(scope="module")
 def rows(folder):
     """Rows of two questions and two short texts after prompts of 256 tokens, by case and implementation."""
@@ -51,6 +55,8 @@ def rows(folder):
         latent_needle.main()
         latent_needle.system.cache_clear()
         by_case = {(case, row["impl"]): row for case in cases for row in latent_needle.measure(case)}
+        patch.setitem(latent_needle.KERNELS, "vllm-flashmla-fp8", latent_needle.Kernel(no_kernel, FP8))
+        assert [row["impl"] for row in latent_needle.measure("B2")] == ["bf16", "fp8attn"]
     latent_needle.system.cache_clear()
     return by_case
 
