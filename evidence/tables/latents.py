@@ -46,3 +46,19 @@ def latent_needle() -> str:
     cases = dict.fromkeys(case for case, _ in rows)
     body = [[case, *(cell(case, impl) for impl in NEEDLES)] for case in cases]
     return table([f"{title}; right answers; perplexity", *NEEDLES.values()], body)
+
+
+@block("latent_step")
+def latent_step() -> str:
+    """Milliseconds of a step in transformers, and what it holds and allocates."""
+    title, rows = latest("latent_step")
+    head = [f"{title}; tokens"]
+    impls = {"dynamic-cache": "DynamicCache", "fp8attn": "fp8attn"}
+    for key in ("ms a step", "cache, MiB", "a step's own memory, MiB"):
+        head += [f"{name}: {key}" for name in impls.values()]
+    body = [
+        [case.removeprefix("S"), *(value(rows, case, impl, key, form) for key, form in
+                                   (("ms", ".1f"), ("cache_mib", ".0f"), ("peak_mib", ",.0f")) for impl in impls)]
+        for case in dict.fromkeys(case for case, _ in rows)
+    ]  # fmt: skip
+    return table(head, body)

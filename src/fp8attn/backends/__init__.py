@@ -2,7 +2,7 @@
 
 | backend | serves |
 |---|---|
-| `"hopper"` | compute capability 9.0, head_dim up to 256 |
+| `"hopper"` | compute capability 9.0, head_dim up to 256, latents |
 | `"triton"` | every GPU that Triton compiles for |
 | `"reference"` | every device, slowly |
 | `"fa3"` | an installed FlashAttention-3: dense calls only |
