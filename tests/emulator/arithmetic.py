@@ -21,6 +21,10 @@ COMPARISONS = {
 def arithmetic(warp: Warp, opcode: list[str], operands: list[str], mask: np.ndarray, active: np.ndarray) -> None:
     """Executes every instruction that has no function of its own."""
     kind = opcode[-1]
+    if opcode == ["add", "s16x2"]:
+        a, b = (warp.get(operand, "b32") for operand in operands[1:])
+        warp.put(operands[0], (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) << 16), mask)
+        return
     if kind not in DTYPES:
         raise NotImplementedError(".".join(opcode))
     x = [warp.get(operand, kind) for operand in operands[1:]]

@@ -57,6 +57,7 @@ EMULATED = {
     "broken": {"lengths": [100, 65], "queries": 2, "broken": True, "sms": 1},
     "many": {"lengths": [64, 1, 0, 0, 130, 0, 66, 3], "heads": 8, "sms": 1, "late": (0, 1)},
     "one digit, many": {"lengths": [1, 0, 0, 70, 64, 0], "heads": 33, "sms": 1, "late": (8, 12)},
+    "two tiles": {"lengths": [121, 121]},
     "zeros": {"lengths": [300], "heads": 8, "zeros": (0, 150)},
     "one digit, zeros": {"lengths": [400], "heads": 33, "zeros": (64, 330), "sms": 1},
     "one digit, broken": {"lengths": [40, 65], "heads": 33, "queries": 2, "broken": True, "sms": 1},
@@ -193,6 +194,9 @@ def emulate_case(name: str, seed: int = 0) -> dict:
         exact, _ = reference(c, pages, rounded_queries(c, launches[0], len(q)))
         row["kernel_err"] = max(error(out, exact) ** 2 - rounding**2, 0.0) ** 0.5
     row["lse_err"] = float((lse - ref_lse)[seen].abs().max())
+    # A constant in all rotated channels is in the first channel of each block.
+    off = out.double()[rows] - ref[rows]
+    row["first_channels"] = float(off[:, ::128].square().mean() / off.square().mean()) ** 0.5
     row["bits"] = int(out.view(torch.int16).long().sum()), float(lse[seen].double().sum())
     return row
 
