@@ -136,8 +136,13 @@ def watched(done: Callable[[], dict]) -> dict:
 
 
 def refused(launch: Callable[[], None]) -> dict:
-    """The error of a launch that the driver refuses, and whether the next one is launched."""
-    error = ctypes.c_int.in_dll(STUB, "stub_error")
+    """The error of a launch that the driver refuses, and whether the next one is launched; before, of one that the
+    driver refuses only once.
+    """
+    error, once = (ctypes.c_int.in_dll(STUB, name) for name in ("stub_error", "stub_error_once"))
+    once.value, before = 201, MADE.value
+    launch()
+    again = MADE.value - before
     error.value = 201
     try:
         launch()
@@ -145,7 +150,7 @@ def refused(launch: Callable[[], None]) -> dict:
         message = str(raised)
     error.value, before = 0, MADE.value
     launch()
-    return {"message": message, "next": MADE.value - before}
+    return {"message": message, "again": again, "next": MADE.value - before}
 
 
 def stand_in(kernel):
@@ -437,7 +442,9 @@ def main() -> None:
     again = done(constants, others["dtype"])
     rows["dtype again"] = {"direct": again, "ordinary": rows["dtype"]["ordinary"]}
     rows["watched"] = watched(lambda: done(constants, same["again"]))
+    number = len(constants.compiled)
     rows["refused"] = refused(lambda: launch(kernel, (3, 2), same["again"], constants))
+    rows["refused"]["learned"] = len(constants.compiled) - number
     earlier = MADE.value
     launch(kernel, (0, 2), same["again"], constants)
     rows["no programs"] = MADE.value - earlier

@@ -6,14 +6,17 @@
 #define MOST 128
 
 int stub_launches;
-int stub_error;  // what the next launches return
+int stub_error;       // what the next launches return
+int stub_error_once;  // what the next launch returns
 int stub_sizes[MOST];  // bytes of each kernel parameter, 0 after the last; set by the test
 unsigned char stub_parameters[MOST][128];
 unsigned stub_grid[3];
 unsigned long stub_config[8];  // block, shared memory, stream, function, number of attributes, the first one and its value
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **extra) {
-  if (stub_error) return stub_error;
+  int once = stub_error_once;
+  stub_error_once = 0;
+  if (stub_error || once) return stub_error ? stub_error : once;
   stub_launches++;
   stub_grid[0] = config->gridDimX, stub_grid[1] = config->gridDimY, stub_grid[2] = config->gridDimZ;
   CUlaunchAttribute none = {0}, first = config->numAttrs ? config->attrs[0] : none;

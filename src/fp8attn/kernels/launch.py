@@ -221,7 +221,9 @@ def launch(kernel: Any, grid: tuple[int, ...], args: Sequence, constants: Consta
         with direct_operands(constants.operands):
             program = kernel[grid](*values, **constants)
         warn_of_copies(program)
-        if isinstance(kernel, triton.JITFunction) and len(constants.compiled) < VARIANTS and _as_before(kernel):
+        known = any(compiled.program is program for compiled in constants.compiled)  # the driver refused to launch it
+        may_learn = not known and len(constants.compiled) < VARIANTS
+        if isinstance(kernel, triton.JITFunction) and may_learn and _as_before(kernel):
             compiled = _learn(kernel, program, args)
             if compiled is not None:
                 constants.compiled.append(compiled)
