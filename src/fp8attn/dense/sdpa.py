@@ -206,10 +206,10 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return attend(query, key, value, is_causal, scale, key_dtype, rotate_keys, backend)
+    return attend_in_fp8(query, key, value, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
-def attend(
+def attend_in_fp8(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
     key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
@@ -292,7 +292,7 @@ def attend_dense(
     key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of checked tensors `[B, H, S, D]` of one batch size: cut, pad, quantize, attend."""
-    q_len, kv_len, head_dim, v_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    (_, _, q_len, head_dim), (_, num_kv_heads, kv_len, _), v_dim = q.shape, k.shape, v.shape[3]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if is_causal and q_len < kv_len:  # no query sees the keys after these
         kv_len = q_len
@@ -307,7 +307,9 @@ def attend_dense(
         attend = over_rows(k, v, scale, rotate_keys, rope)
     else:
         new = kv_len if rope is None else 0  # with RoPE, the launch before attention writes the queries, too
-        paged, format = _served(q.device, q.dtype, backend, q.shape, k.shape[1], new, is_causal, key_dtype, rotate_keys)
+        paged, format = _served(
+            q.device, q.dtype, backend, q.shape, num_kv_heads, new, is_causal, key_dtype, rotate_keys
+        )
         attend = over_pages(paged, paged.from_dense(k, v, format, rope), scale, new)
     q = q if rope is None else rope.out
     if is_causal and q_len > kv_len:  # rows after the last key see all keys

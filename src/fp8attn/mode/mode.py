@@ -30,7 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch_ops import register
-from ..dense.sdpa import attend, attend_dense, autocast, batched, fallback_reason, log_fallback, sdpa_fake
+from ..dense.sdpa import attend_dense, attend_in_fp8, autocast, batched, fallback_reason, log_fallback, sdpa_fake
 from ..errors import UsageError
 from .policy import AttentionPolicy
 from .report import AttentionReport, ModuleCalls
@@ -166,7 +166,7 @@ class _Mode(TorchFunctionMode):
             return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         policy = self.policy
         query, key, value = autocast(query, key, value)
-        return attend(query, key, value, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend)
+        return attend_in_fp8(query, key, value, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend)
 
     def row(self, reason: str | None) -> ModuleCalls:
         """The report's row of a call that is made now. In a graph, the module is the innermost that is not in it."""
