@@ -73,8 +73,8 @@ def pretend(machine: Sequence[Any]) -> None:
     answers: list[tuple[Callable, Callable]] = [
         (backends.unsupported_reason, lambda backend, device, dtype=torch.bfloat16, head_dim=None: None),
         (
-            backends.choose,
-            lambda backend, device, dtype, spec: "hopper" if backend == "auto" and planned.hopper else backend,
+            backends.select_backend,
+            lambda backend, *_: "hopper" if backend == "auto" and planned.hopper else backend,
         ),
     ]
     for name, module in list(sys.modules.items()):

@@ -8,7 +8,7 @@ import torch
 
 import fp8attn
 from fp8attn import BACKENDS, AttentionParams, KVPages, UsageError, select_backend, unsupported_reason
-from fp8attn.backends import DENSE_BACKENDS, choose, find, hopper, load, reference, triton
+from fp8attn.backends import DENSE_BACKENDS, find, hopper, load, reference, triton
 from fp8attn.formats.codec import INT8
 from fp8attn.formats.spec import PageSpec
 
@@ -62,7 +62,7 @@ def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monk
         with pytest.raises(
             ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"
         ):
-            choose(backend.name, device, torch.bfloat16, spec)
+            select_backend(backend.name, device, torch.bfloat16, spec)
         assert backend.supports(PageSpec.of(64), torch.bfloat16, device) is None
 
 

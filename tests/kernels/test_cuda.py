@@ -22,7 +22,7 @@ PTX = """
 {
 """
 FORM = cuda.MapForm(rank=1, swizzle=0, elem_size=1, elem_type=0, block_size=(16,))
-FIELDS = ["Q", "", "i", FORM, "f"]
+FIELDS = ["Q", "i", FORM, "f"]
 BLOB = bytes(range(128)) + struct.pack("<i4xq", 7, 1)
 
 

@@ -35,7 +35,6 @@ __all__ = [
     "BACKENDS",
     "DENSE_BACKENDS",
     "Backend",
-    "choose",
     "fa3",
     "find",
     "load",
@@ -95,17 +94,13 @@ def select_backend(
     Raises:
         UsageError: the backend cannot serve this; the message has the reason.
     """
-    return choose(backend, torch.device(device), dtype, PageSpec.of(head_dim or HEAD_DIMS[0]))
-
-
-def choose(backend: BackendName, device: torch.device, dtype: torch.dtype, spec: PageSpec) -> BackendName:
-    """`select_backend` for pages of `spec`."""
     if backend == "fa3":
         raise UsageError(
             f"backend 'fa3' takes dense K and V, not pages; choose 'auto', {', '.join(map(repr, BACKENDS))}"
         )
     check_backend(backend)
-    name, reason = _first(backend, device, dtype, spec)
+    spec = PageSpec.of(head_dim or HEAD_DIMS[0])
+    name, reason = _first(backend, torch.device(device), dtype, spec)
     if reason is None:
         return name
     hint = "; backend='reference' runs anywhere, slowly" if name != "reference" and spec.refusal is None else ""
@@ -124,7 +119,7 @@ def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec_n
     Raises:
         UsageError: as `select_backend`.
     """
-    return load(choose(backend, device, dtype, spec_of(spec_name)))
+    return load(select_backend(backend, device, dtype, spec_of(spec_name)))
 
 
 # The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments

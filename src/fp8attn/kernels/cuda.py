@@ -39,7 +39,12 @@ class MapForm:
     block_size: tuple[int, ...]
 
     @classmethod
-    def of(cls, meta: dict[str, Any]) -> MapForm:
+    def of(cls, meta: dict[str, Any]) -> MapForm | None:
+        """The form of this entry; None if this Triton has other objects of tensor maps than `tensor_map` reads."""
+        from triton.backends.nvidia.driver import PyCUtensorMap
+
+        if PyCUtensorMap.__basicsize__ != 2 * MAP_BYTES:
+            return None
         block = tuple(meta["block_size"])
         return cls(len(block), meta["swizzle"], meta["elem_size"], meta["elem_type"], block)
 
@@ -60,8 +65,8 @@ def tensor_map(address: int, view: View, form: MapForm) -> bytes:
     fill = getattr(utils, "fill_tma_descriptor_tiled", None) or utils.fill_tma_descriptor  # the name in Triton 3.6
     elem_type = TMA_DTYPE_DEVICE_TO_HOST[form.elem_type]
     made = fill(address, form.swizzle, form.elem_size, elem_type, form.block_size, view.shape, view.strides, 0)
-    # Triton has no function that returns the map's bytes. They are the last of the object, which is aligned to them.
-    map_ = ctypes.string_at(id(made) + type(made).__basicsize__ - MAP_BYTES, MAP_BYTES)
+    # Triton has no function that returns the map's bytes. They are the second half of the object.
+    map_ = ctypes.string_at(id(made) + MAP_BYTES, MAP_BYTES)
     return map_ + struct.pack("<" + form.rank * "i4x" + form.rank * "q", *view.shape, *view.strides)
 
 
@@ -86,8 +91,10 @@ class Function:
 
     Args:
         program: Triton's `CompiledKernel`, which was launched once, and so is loaded.
-        fields: of each run-time argument, its format for `struct`: "Q" (an address), "i", "f", or "" for None, which is
-            no parameter. Or a `MapForm`.
+        fields: of each argument that is a parameter (None is none), its format for `struct`: "Q" (an address), "i" or
+            "f". Or a `MapForm`.
+    Attributes:
+        offsets, sizes: of the parameters, in bytes from the config's start.
     """
 
     def __init__(self, program: Any, fields: Sequence[str | MapForm]) -> None:
@@ -96,24 +103,28 @@ class Function:
         self.function = program.function
         self.block = 32 * num_warps, 1, 1, shared
         self.attributes = ctypes.addressof(_overlap) if overlaps else 0, int(overlaps)
-        self.offsets: list[int] = []  # of the parameters, from the config's start
+        self.offsets: list[int] = []
+        self.sizes: list[int] = []
         formats, end = [CONFIG], struct.calcsize("<" + CONFIG)
         for field in fields:
             if isinstance(field, MapForm):
                 padding = -end % ALIGNMENT
                 start = end + padding
                 self.offsets += [start, *range(start + MAP_BYTES, start + MAP_BYTES + 16 * field.rank, 8)]
+                self.sizes += [MAP_BYTES, *[4] * field.rank, *[8] * field.rank]
                 field = f"{padding}x{field.field}"
-            elif field:
+            else:
                 self.offsets.append(end)
+                self.sizes.append(struct.calcsize(field))
                 field += "4x" * (field != "Q")
             formats.append(field)
             end += struct.calcsize("<" + field)
-        self.offsets += [end, end]  # Triton's last two parameters: null pointers, because no kernel has its scratch
+        # Triton's last two parameters are null pointers, because no kernel has its scratch.
+        self.offsets += [end, end]
+        self.sizes += [8, 8]
         self.struct = struct.Struct("<" + "".join(formats) + "8x")
-        self.idle: list[
-            _Memory
-        ] = []  # a launch takes one, because a thread may launch while the driver reads another's
+        # A launch takes one of them, because a thread may launch while the driver reads another's.
+        self.idle: list[_Memory] = []
 
     @classmethod
     def of(cls, program: Any, fields: Sequence[str | MapForm]) -> Function | None:
@@ -130,17 +141,12 @@ class Function:
             or metadata.shared > MOST_SHARED
         ):
             return None
-        sizes = []
-        for field in fields:
-            if isinstance(field, MapForm):
-                sizes += [MAP_BYTES, *[4] * field.rank, *[8] * field.rank]
-            elif field:
-                sizes.append(struct.calcsize(field))
-        return cls(program, fields) if [*sizes, 8, 8] == parameter_sizes(program.asm["ptx"]) else None
+        function = cls(program, fields)
+        return function if function.sizes == parameter_sizes(program.asm["ptx"]) else None
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> bool:
-        """Launch it with `values` of the arguments that are parameters, in their order. False: it was not launched,
-        because a value does not fit its field, or the driver refuses, as in a thread without a CUDA context.
+        """Launch it with `values` of the fields. False: it was not launched, because a value does not fit its field, or
+        the driver refuses, as in a thread without a CUDA context.
         """
         try:
             memory = self.idle.pop()

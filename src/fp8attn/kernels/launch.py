@@ -253,10 +253,10 @@ def _learn(kernel: triton.JITFunction, program: Any, args: Sequence) -> Compiled
     for i, (x, param) in enumerate(zip(args, kernel.params, strict=False)):
         field: str | MapForm = "Q"
         if isinstance(x, Tiles):
-            if (meta := next(maps, None)) is None:
+            if (meta := next(maps, None)) is None or (form := MapForm.of(meta)) is None:
                 return None
-            field = MapForm.of(meta)
-            tiles.append((i, x.dtype, x.view.block, x.view.swizzled, field))
+            field = form
+            tiles.append((i, x.dtype, x.view.block, x.view.swizzled, form))
         elif isinstance(x, Counters):
             zeros.append(i)
         elif isinstance(x, torch.Tensor) and x.data_ptr() % 16 == 0:
