@@ -12,7 +12,7 @@ from fp8attn import UsageError
 from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import unsupported_reason
-from fp8attn.integrations.transformers.latent import absorb, expand, factor_of, latent_modules
+from fp8attn.integrations.transformers.latent import _statics, absorb, expand, latent_modules, read_latents
 from fp8attn.numerics import relative_error
 from tests.support.transformers_models import one_thread  # noqa: F401
 
@@ -91,21 +91,44 @@ def test_chunks_and_steps_are_right(config, options, dtype):
         assert held.spec.layout.token_bytes == 256 + 128 + 4 and held.lengths == (150, 150)
 
 
-def test_the_factor_of_blocks_comes_from_the_norm(monkeypatch):
-    """The small block keeps its digits; without the factor it would lose ten times as many."""
+def test_means_and_factors_come_from_random_tokens(monkeypatch):
+    """The small block keeps its digits; without its factor it would lose ten times as many. The model reads the tokens
+    once, and no prompt changes what is read.
+    """
     model, (ids, mask) = make(), prompt(1)
-    for module in latent_modules(model):
-        torch.testing.assert_close(factor_of(module), torch.tensor([[0.1, 1.0]]))
     exact = without_cache(model, ids, mask)
     kept = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
-    for module in latent_modules(model):
-        weight = module.kv_a_layernorm.weight.data.clone()
-        module.kv_a_layernorm.weight.data[128:] = 0.0
-        torch.testing.assert_close(factor_of(module), torch.tensor([[0.1, 1.0]]))
-        module.kv_a_layernorm.weight.data.copy_(weight)
-    assert factor_of(make().to("meta").model.layers[0].self_attn) is None
-    monkeypatch.setattr("fp8attn.integrations.transformers.cache.factor_of", lambda module: None)
+    statics = read_latents(model)
+    words = torch.randint(97, (1, 64), generator=torch.Generator().manual_seed(0))
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(words, past_key_values=plain)
+    for index, (mean, factor) in statics.items():
+        x = plain.layers[index].keys[0, 0]
+        torch.testing.assert_close(mean[0], x.mean(0))
+        blocks = (x - x.mean(0)).square().mean(0).view(2, 128).mean(1).sqrt()
+        torch.testing.assert_close(factor[0], blocks)
+        assert 0.05 < factor[0, 0] < 0.12 and 0.5 < factor[0, 1] < 1.2  # the weights of the norm are 0.1 and 1
+        pages = FP8Cache(model).layers[index].shared.paged.pages(index)
+        assert torch.equal(pages.format.v_mean, mean) and torch.equal(pages.format.factor, factor)
+    assert read_latents(model) is statics and [*statics] == [0, 1]
+    assert read_latents(make().to("meta")) == {}
+    monkeypatch.setattr("fp8attn.integrations.transformers.cache.read_latents", lambda model: {})
     assert relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:]) > 3 * kept
+
+
+@pytest.mark.parametrize("wrong", [0.0, 3.0, torch.nan])
+def test_a_mean_that_was_read_badly_costs_digits_only(monkeypatch, wrong):
+    """As of a model whose weights changed since: the mean is three deviations off."""
+    model, (ids, mask) = make(), prompt(1)
+    exact = without_cache(model, ids, mask)
+    right = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
+    statics = {index: _statics(torch.full((2, 256), wrong)) for index in range(2)}
+    assert all(mean.isfinite().all() and (factor == 1.0).all() for mean, factor in statics.values())
+    statics = {index: (mean, read_latents(model)[index][1]) for index, (mean, _) in statics.items()}
+    monkeypatch.setattr("fp8attn.integrations.transformers.cache.read_latents", lambda model: statics)
+    off = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
+    assert off < (40 if wrong == 3.0 else 2) * right
 
 
 def test_absorbed_attention_is_expanded_attention():
@@ -266,6 +289,7 @@ def test_an_assistant_that_caches_latents(used):
     if used:
         FP8Cache(assistant)  # sets its attention, and installs what reads pages
     more = dict(max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    FP8Cache(model)  # reads random tokens, once
     lengths = []
     hook = model.register_forward_pre_hook(
         lambda module, args, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True

@@ -18,6 +18,7 @@ from transformers import (  # noqa: E402
     Glm4MoeLiteForCausalLM,
 )
 
+from fp8attn.integrations.transformers import FP8Cache  # noqa: E402
 from fp8attn_tools.evaluation.caches import cache_factory  # noqa: E402
 from fp8attn_tools.evaluation.perplexity import by_token  # noqa: E402
 from tests.conftest import byte_tokenizer  # noqa: E402
@@ -25,8 +26,8 @@ from tests.support.transformers_models import one_thread  # noqa: E402, F401
 from tests.tools.cli.running import fail, never, run, run_json  # noqa: E402
 
 LAYERS, RANK, ROPE = 2, 256, 64
-# Of a page of each layer, with its factors, its entry in the page table, and a length.
-PAGES = LAYERS * (128 * (RANK + 2 * ROPE + 4) + 4 * RANK // 128 + 4) + 4
+# Of a page of each layer, with its mean and factors, its entry in the page table, and a length.
+PAGES = LAYERS * (128 * (RANK + 2 * ROPE + 4) + 4 * RANK + 4 * RANK // 128 + 4) + 4
 IN_16_BITS, IN_8_BITS = 2 * (RANK + ROPE), RANK + 2 * ROPE + 4  # bytes of a token and layer
 SIZES = dict(
     vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS,
@@ -176,6 +177,7 @@ def test_only_the_first_forward_of_latents_is_cut(model):
     from fp8attn_tools.evaluation import models
 
     loaded, _ = models.load(model, device="cpu")
+    FP8Cache(loaded)  # reads random tokens, once
     sizes = []
     loaded.register_forward_pre_hook(
         lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True

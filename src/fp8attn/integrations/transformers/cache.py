@@ -31,7 +31,7 @@ from .build import make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
 from .decoder import layer_devices
 from .kept import make_normal
-from .latent import factor_of, install, latent_modules
+from .latent import install, read_latents
 from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer, groups_of
 from .tensors import ATTN_IMPLEMENTATION
 from .weights import Weights, layers_in_16_bits, read_weights, warn_losing, warn_unread
@@ -115,10 +115,10 @@ class FP8Cache(Cache):
         skipped = in_16_bits if skip_layers is None else skip_layers
         devices = layer_devices(model, len(specs))
         self._take(model, specs, options, make_layers(model, specs, options, scales, weights, skipped, devices))
-        latents = {module.layer_idx: module for module in latent_modules(model)}
+        latents = read_latents(model) if any(spec.rank is not None for spec in specs) else {}
         for layer in self.layers:
             if isinstance(layer, FP8Layer) and layer.index in latents:
-                layer.factor = factor_of(latents[layer.index])
+                layer.v_mean, layer.factor = latents[layer.index]
         warn_unread(model, weights, [i for i in self.fp8_layers if self.layers[i].scales is None])
         if skip_layers is None:
             warn_losing(model, weights, in_16_bits, options)

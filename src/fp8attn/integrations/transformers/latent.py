@@ -14,15 +14,18 @@ from __future__ import annotations
 import warnings
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ...formats.latent import BLOCK
+from .config import cache_keyword, decoder_config
 from .decoder import decoder_modules
 from .tensors import PagedTensor
 
+PROBE = 64  # tokens
 Attention = Any  # an attention module: transformers has a class for each model, and none for all
 
 
@@ -81,12 +84,33 @@ def expand(module: Attention, out: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bshr,hvr->bshv", out, _weights(module)[1])
 
 
-def factor_of(module: Attention) -> torch.Tensor | None:
-    """`[1, rank / 128]` float32: how large the blocks of a latent are, by the weight of the norm that makes it; one for
-    a block whose weight does not say. None: the weight is not loaded. It does not wait for the GPU.
+# What was read of a model's latents, by layer.
+_READ: WeakKeyDictionary[nn.Module, dict[int, tuple[torch.Tensor, torch.Tensor]]] = WeakKeyDictionary()
+
+
+def read_latents(model: PreTrainedModel) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The mean of a model's latents `[1, rank]` and the deviation of each block from it `[1, rank / 128]`, float32, by
+    layer. No data are needed: the model reads `PROBE` random tokens, once. Of a model whose weights are not loaded it
+    is empty.
+
+    The bytes of a token must depend on that token alone, so these are not the mean and deviation of a prompt. Others
+    than the right ones cost digits, and make nothing wrong.
     """
-    weight = module.kv_a_layernorm.weight
-    if weight.is_meta:
-        return None
-    factor = weight.detach().float().unflatten(0, (-1, BLOCK)).square().mean(-1).sqrt()
-    return torch.where(factor.isfinite() & (factor > 0), factor, 1.0)[None]
+    if model in _READ or model.device.type == "meta":
+        return _READ.get(model, {})
+    config, generator = decoder_config(model.config), torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, PROBE), generator=generator)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model(input_ids=ids.to(model.device), use_cache=True, **{cache_keyword(model): cache})
+        latents = {module.layer_idx: cache.layers[module.layer_idx].keys for module in latent_modules(model)}
+        _READ[model] = {index: _statics(x[0, 0].float()) for index, x in latents.items()}
+    return _READ[model]
+
+
+def _statics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of `x [tokens, rank]`, and the deviation of each block; zero and one where they are no numbers."""
+    mean = x.mean(0)
+    mean = torch.where(mean.isfinite(), mean, 0.0)
+    factor = (x - mean).unflatten(1, (-1, BLOCK)).square().mean((0, 2)).sqrt()
+    return mean[None], torch.where(factor.isfinite() & (factor > 0), factor, 1.0)[None]

@@ -127,7 +127,7 @@ class FP8Layers:
             max_seqlen=options.max_cache_len,
             window=self.window,
             rotate_keys=[layer.rotate_keys for layer in self.layers],
-            k_mean=means[::2],
+            k_mean=None if spec.v_in_k else means[::2],
             v_mean=means[1::2],
             factor=factors,
             scales=scales or None,
