@@ -16,9 +16,9 @@ import torch
 
 import fp8attn
 from fp8attn.backends import DENSE_BACKENDS, fa3, unsupported_reason
-from fp8attn.backends.hopper import MOST_CHANNELS, refusal
+from fp8attn.backends.hopper import MOST_CHANNELS
 from fp8attn.extras import hint
-from fp8attn.formats.spec import HEAD_DIMS, PageSpec
+from fp8attn.formats.spec import HEAD_DIMS
 from fp8attn.scales import ranges
 
 from . import accumulation, compiler
@@ -30,7 +30,6 @@ PACKAGES = {  # by name, what needs it
     "diffusers": f"image and video models ({hint('diffusers')})",
     "matplotlib": f"plots ({hint('plot')})",
 }
-LATENT = PageSpec.latent(512, 64)  # of DeepSeek V3
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def diagnose(measure: bool = True) -> list[Check]:
             reason = unsupported_reason(backend, device)
             runs = f"runs {fa3.default().name}" if backend == "fa3" and not reason else "runs"  # which build
             if backend == "hopper":
-                others = f"{HEAD_DIMS[-1]} and latents run" if refusal(LATENT) else f"{HEAD_DIMS[-1]} runs"
-                runs += f" a head_dim of up to {MOST_CHANNELS}; {others} on triton"
+                runs += f" a head_dim of up to {MOST_CHANNELS}; {HEAD_DIMS[-1]} runs on triton"
             checks.append(Check(f"backend {backend} on {device}", "no" if reason else "ok", reason or runs))
     hopper = next((device for device in devices if unsupported_reason("hopper", device) is None), None)
     if measure and hopper is not None:

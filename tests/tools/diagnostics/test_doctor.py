@@ -48,7 +48,7 @@ def test_gpus_are_named(h100):
     checks = {check.name: check for check in diagnose(measure=False)}
     assert checks["cuda:0"].detail == "H100, 80 GiB, capability 9.0: FP8 tensor cores"
     assert "backend triton on cuda:0" in checks and "backend fa3 on cuda:0" in checks
-    assert checks["backend hopper on cuda:0"].detail == "runs a head_dim of up to 256; 512 and latents run on triton"
+    assert checks["backend hopper on cuda:0"].detail == "runs a head_dim of up to 256; 512 runs on triton"
     assert not any("accumulation" in name for name in checks)
 
 
