@@ -5,6 +5,7 @@ python -m evidence.pictures [NAME ...]    # of PLOTS; default: all that have res
 
 from __future__ import annotations
 
+import re
 import sys
 from itertools import product
 
@@ -15,6 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
@@ -33,13 +35,17 @@ COLORS = {impl: call.color for impl, call in CALLS.items()} | {
 }  # fmt: skip
 NAMES = {impl: call.title for impl, call in CALLS.items()} | {"fp8attn": "fp8attn"}
 BATCHES = {1: "o:", 8: "o--", 66: "o-"}  # how their lines look
+BLOCKS = 132  # that run at a time
+SHOWN = 1 << 17  # keys
 MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 
 
-def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
-    """Title, legend (of the labels in `axes`, if it has any) and file."""
+def finish(name: str, figure: Figure, axes: Axes, title: str, picture: str | None = None) -> None:
+    """Title, legend (of the labels in `axes`, if it has any) and file: beside the rows of `name`, and called as they
+    are, or `picture`.
+    """
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles, labels = axes.get_legend_handles_labels()
     if labels:
@@ -48,7 +54,7 @@ def finish(name: str, figure: Figure, axes: Axes, title: str) -> None:
         figure.legend(
             handles, labels, fontsize=8, ncols=columns, loc="outside lower center", frameon=False, handlelength=3
         )
-    figure.savefig(path_of(name).with_suffix(".png"), dpi=130)
+    figure.savefig(path_of(name).with_name(f"{picture or name}.png"), dpi=130)
     plt.close(figure)
 
 
@@ -206,6 +212,49 @@ def plot_accumulation() -> None:
     finish("accumulation", figure, figure.add_axes((0, 0, 0, 0), visible=False), title)
 
 
+def plot_sums() -> None:
+    """Error by how many keys one block of a GPU sums, of prompts (`accuracy`) and of steps over latents (`latent`): a
+    panel a mean of values.
+    """
+    device, steps = latest("latent")
+    _, prompts = latest("accuracy")
+    styles = {  # label, marker, filling
+        "vllm-flashmla-fp8": ("vLLM's FlashMLA, FP8, steps of 1 to 256 sequences", "o", "full"),
+        "fa3-fp8": ("FA3, FP8, prompts", "s", "full"),
+        "cudnn-fp8": ("cuDNN, FP8, prompts", "D", "full"),
+        "vllm-fa3-fp8": ("vLLM's FA3, FP8, prompts (two-level)", "s", "none"),
+        "flashmla-bf16": ("FlashMLA, BF16, steps", "o", "full"),
+        "fp8attn": ("fp8attn, steps and prompts", "o", "full"),
+    }
+    figure, grid = plt.subplots(1, len(MEANS), figsize=(12, 4.3), sharex=True, sharey=True)
+    for axes, mean in zip(grid, MEANS, strict=True):
+        key = "rel_err" if mean == 1 else f"rel_err_{mean:g}"
+        for impl, (label, marker, filling) in styles.items():
+            points = [(summed(case), row[key]) for (case, name), row in steps.items() if name == impl and summed(case)]
+            cases = lengths(prompts, rf"full-mean{mean:g}-D128-S(\d{{4,}})")
+            points += [(n, prompts[case, impl]["rel_err"]) for n, case in cases.items() if (case, impl) in prompts]
+            x, y = zip(*[(n, error) for n, error in points if n <= SHOWN] or [((), ())], strict=True)
+            axes.plot(x, y, marker, ms=4, fillstyle=filling, label=label, color=COLORS[impl])
+        axes.set_title(f"values of mean {mean:g} (in deviations)", loc="left", fontsize=10)
+        axes.set(xscale="log", yscale="log")
+        axes.grid(alpha=0.25)
+        axes.set_xlabel("keys that one block sums", fontsize=9)
+    grid[0].set_ylabel("relative error")
+    grid[0].yaxis.set_major_formatter(PercentFormatter(1))
+    title = f"8-bit attention on an {device}: error against float64 on the same bytes"
+    finish("latent", figure, grid[0], title, picture="sums")
+
+
+def summed(case: str) -> float | None:
+    """The keys of a sequence that one of `BLOCKS` blocks sums, in a case of `latent`; a block has 64 rows of queries.
+    None: lengths differ.
+    """
+    if not (match := re.fullmatch(r"H(\d+)-B(\d+)-S(\d+)(?:-q(\d+))?", case)):
+        return None
+    heads, batch, tokens, queries = (int(x or 1) for x in match.groups())
+    return tokens * min(1, batch * -(-heads * queries // 64) / BLOCKS)
+
+
 def plot_latent() -> None:
     """Speed over vLLM's kernel by case, and errors by the mean of latents, a column a case."""
     device, rows = latest("latent")
@@ -263,6 +312,7 @@ def plot_latent_needle() -> None:
 
 
 PLOTS = {
+    "sums": plot_sums,
     "accumulation": plot_accumulation,
     "latent": plot_latent,
     "latent_needle": plot_latent_needle,
@@ -276,7 +326,7 @@ PLOTS = {
 
 def measured(name: str) -> bool:
     """Whether there are rows for a picture. Those of `accumulation` had one mean and no batches before."""
-    found = latest(name)[1]
+    found = latest("latent" if name == "sums" else name)[1]
     return any(case.startswith("latent-") for case, _ in found) if name == "accumulation" else bool(found)
 
 

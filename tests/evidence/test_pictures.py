@@ -48,7 +48,7 @@ def needles() -> list[dict]:
     ]  # fmt: skip
 
 
-MADE = {"accumulation": sums, "latent": latents, "latent_needle": needles}
+MADE = {"sums": latents, "accumulation": sums, "latent": latents, "latent_needle": needles}
 
 
 @pytest.mark.parametrize("name", [name for name in pictures.PLOTS if pictures.measured(name)])
@@ -61,7 +61,8 @@ def test_a_picture_is_drawn(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MADE)
 def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": MADE[name]()}))
+    file = tmp_path / "h200" / f"{'latent' if name == 'sums' else name}.json"
+    file.write_text(json.dumps({"device": "NVIDIA H200", "rows": MADE[name]()}))
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     drawn = {}
     finish = pictures.finish
@@ -69,7 +70,11 @@ def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
     pictures.PLOTS[name]()
     assert (tmp_path / "h200" / f"{name}.png").stat().st_size > 10_000
     above, *_, last = (axes for axes in drawn["figure"].axes if axes.get_visible() and axes.has_data())
-    if name == "accumulation":
+    if name == "sums":
+        points = {line.get_label(): line.get_xydata().tolist() for line in last.lines}
+        theirs = points["vLLM's FlashMLA, FP8, steps of 1 to 256 sequences"]
+        assert [131072, 0.002] in theirs and len(theirs) == sum(shape.uniform for shape in latent.CASES.values())
+    elif name == "accumulation":
         lines = [(line.get_color(), line.get_linestyle(), line.get_xydata().tolist()) for line in last.lines]
         assert len(lines) == 3 * 3
         theirs = {style: points[-1] for color, style, points in lines if color == pictures.COLORS["vllm-flashmla-fp8"]}
@@ -83,3 +88,8 @@ def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
     else:
         maps = [axes.images[0].get_array() for axes in drawn["figure"].axes if axes.images][: len(latent_needle.IMPLS)]
         assert [float(cells.mean()) for cells in maps] == [100, 50, 100] and maps[1][0].max() == 0
+
+
+def test_a_block_sums_what_others_leave_it():
+    cases = ("H128-B66-S131072", "H128-B1-S131072", "H16-B1-S8192", "H128-B33-S4096-q2", "H16-B64-S8192-ragged")
+    assert [pictures.summed(case) for case in cases] == [131072, 131072 * 2 / 132, 8192 / 132, 4096, None]
