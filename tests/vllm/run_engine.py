@@ -11,6 +11,7 @@ with vLLM can run it. Options that are not vLLM's:
     (see `sleep_on_cpus`). All is done again after each ("awake": answers, log-probabilities and buffers by level).
 "answer": tokens of greedy answers to the windows, which are asked for twice ("answers": tokens, log-probabilities, how
     many tokens of the prompt came from blocks).
+"latents": vLLM's platform for CPUs serves latents in 8 bits (see `serve_latents`).
 "clear_whole_blocks": vLLM's fault with blocks of several pages on a CPU is mended, and fp8attn told so (see
 `clear_whole_blocks`).
 """
@@ -98,6 +99,32 @@ def clear_whole_blocks():
     supported.CPU_CLEARS_OTHER_PAGES = False
 
 
+def serve_latents():
+    """vLLM's platform for CPUs refuses latents in 8 bits. Without AMX, it also gives them blocks of 16 tokens, and
+    takes prompts whole and without prefix caching, because its own kernel needs that. Here it does what it does with
+    AMX, and with latents in 16 bits.
+    """
+    from functools import partial
+    from unittest.mock import patch
+
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    amx = partial(patch.object, torch.cpu, "_is_amx_tile_supported", lambda: True)
+    check, choose = CpuPlatform.check_and_update_config.__func__, CpuPlatform.get_attn_backend_cls.__func__
+
+    def checked(cls, config):
+        with amx():
+            check(cls, config)
+
+    def chosen(cls, selected_backend, attn_selector_config, num_heads=None):
+        asked = attn_selector_config
+        with amx():
+            return choose(cls, selected_backend, asked._replace(kv_cache_dtype="auto") if asked.use_mla else asked)
+
+    CpuPlatform.check_and_update_config, CpuPlatform.get_attn_backend_cls = classmethod(checked), classmethod(chosen)
+
+
 def sleep_on_cpus():
     """Have CPUs sleep as GPUs do. vLLM's worker for CPUs ignores a sleep. What its worker for GPUs saves and restores
     is its own code; what its allocator discards, the memory of weights and buffers (level 2) and of the KV cache, is
@@ -148,6 +175,8 @@ def main():
         sleep_on_cpus()
     if options.pop("clear_whole_blocks", False):
         clear_whole_blocks()
+    if options.pop("latents", False):
+        serve_latents()
     with open(windows) as file:
         prompts = [{"prompt_token_ids": ids} for ids in json.load(file)]
     longest = max((len(prompt["prompt_token_ids"]) for prompt in prompts), default=128) + max(answer, 8)

@@ -2,7 +2,7 @@
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 SIZES = {
     "hidden_size": 256,
@@ -21,6 +21,24 @@ def qwen2(**sizes):
     for layer in model.model.layers:
         bias = layer.self_attn.k_proj.bias.data.view(-1, 2, 32)
         bias.normal_()[:, :, 24:] += 60
+    return model
+
+
+def deepseek_v3(**sizes):
+    """A random DeepSeek V3 with dense layers, whose norms make one block of latents four times as large as another."""
+    torch.manual_seed(0)
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    heads = {"q_lora_rank": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    rest = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": 4096}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(
+        **rest | layers | heads | experts | sizes, initializer_range=0.1, bos_token_id=0, eos_token_id=1
+    )
+    model = DeepseekV3ForCausalLM(config)
+    sizes_of_blocks = torch.tensor([[0.5], [1.0], [2.0], [1.0]])
+    for layer in model.model.layers:
+        blocks = layer.self_attn.kv_a_layernorm.weight.data.view(-1, 128)
+        blocks *= sizes_of_blocks[: len(blocks)]
     return model
 
 

@@ -163,4 +163,4 @@ def test_what_is_static_can_be_written_again(scales):
         x.fill_(torch.nan)
     layer.write_static()
     assert {name: x.data_ptr() for name, x in layer.buffers.items()} == addresses
-    assert all(torch.equal(x, value) for x, value in zip(layer.buffers.values(), static, strict=True))
+    assert all(torch.equal(x, value) for x, value in zip(layer.buffers.values(), static[:3], strict=True))

@@ -4,6 +4,8 @@ step.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ... import ops
@@ -11,6 +13,7 @@ from ..._torch_ops import resolve
 from ...checks import check_tensor
 from ...formats.kv_format import KVFormat
 from ...formats.page_layout import engine_marks_of, scales_of
+from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import Append, AttentionParams
 from .marks import check_marks
@@ -27,7 +30,8 @@ class EngineLayer:
     `write_static` afterwards.
 
     Args:
-        num_q_heads, num_kv_heads, head_dim: the layer's shape in this process.
+        num_q_heads, num_kv_heads, head_dim: the layer's shape in this process. A layer of latents has one KV head and
+            `PageSpec.latent`, and needs `softmax_scale`.
         options: of the engine.
         static: what is static in its pages.
         device: of the tensors.
@@ -43,7 +47,7 @@ class EngineLayer:
         self,
         num_q_heads: int,
         num_kv_heads: int,
-        head_dim: int,
+        head_dim: int | PageSpec,
         *,
         options: Options,
         static: StaticState,
@@ -57,22 +61,26 @@ class EngineLayer:
         mark: int | None = None,
         name: str = "",
     ) -> None:
-        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, head_dim
+        spec = PageSpec.of(head_dim, options.key_dtype)
+        self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, spec.k_dim
         self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
-        self.softmax_scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        self.softmax_scale = spec.k_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.batch_invariant = batch_invariant
-        stored_k_mean, v_mean, self.page_scales = (
+        stored_k_mean, v_mean, self.page_scales, factor = (
             None if x is None else torch.empty_like(x, device=device) for x in static
         )
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
-        self.format = KVFormat.of(head_dim, options.key_dtype, True).with_means(stored_k_mean, v_mean)
+        self.format = replace(
+            KVFormat.of(spec, options.key_dtype, True), stored_k_mean=stored_k_mean, v_mean=v_mean, factor=factor
+        )
         self.write_static()
 
     def write_static(self) -> None:
         """Write what is static, again after an engine has discarded it."""
+        format = self.format
         for tensor, value in zip(
-            (self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True
+            (format.stored_k_mean, format.v_mean, self.page_scales, format.factor), self.static, strict=True
         ):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
@@ -80,7 +88,11 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
-        tensors = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
+        format = self.format
+        tensors = {
+            "k_mean": format.stored_k_mean, "v_mean": format.v_mean, "page_scales": self.page_scales,
+            "factor": format.factor,
+        }  # fmt: skip
         return {f"fp8attn_{name}": tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property

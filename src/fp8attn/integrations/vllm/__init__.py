@@ -1,6 +1,6 @@
 """fp8attn in vLLM: 8-bit pages instead of vLLM's KV cache.
 
-    vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM
+    vllm serve MODEL --kv-cache-dtype fp8 --attention-backend CUSTOM        # FP8ATTN_MLA for models with latents
 
 vLLM finds `register` by the entry point `vllm.general_plugins` of this package, and calls it in each of its processes.
 A block of vLLM is a page of fp8attn, or several: one run of bytes that depends on its tokens alone. So prefix caching,
@@ -16,6 +16,7 @@ offloading and transfers move blocks as bytes.
 | `specs.py` | the bytes of a block, in the form that each release of vLLM reads |
 | `metadata.py` | the sequences of a step |
 | `impl.py` | a layer |
+| `latent.py` | latent attention (MLA): its backend, metadata and layers |
 | `options.py` | options from `--additional-config` |
 
 What another engine would need, too, is in `integrations/engine/`. Importing this module or `options.py` does not
@@ -38,18 +39,20 @@ from .. import engine
 OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
-NAME = "FP8ATTN"  # in releases of vLLM that take new names, from 0.32 on; the others have CUSTOM
+# In releases of vLLM that take new names, from 0.32 on; the others have CUSTOM, which is for keys and values.
+NAME = "FP8ATTN"
+LATENT_NAME = "FP8ATTN_MLA"
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the messages of its own loggers only
 
 
 def register() -> None:
-    """Register the attention backend with vLLM: as `CUSTOM`, and as `FP8ATTN` in releases that take new names. It may
-    be called again.
+    """Register the attention backends with vLLM: that of keys and values as `CUSTOM`, and in releases that take new
+    names as `FP8ATTN`, and that of latents as `FP8ATTN_MLA`. It may be called again.
 
     vLLM's platform for CPUs takes no attention backend by name. If the environment variable `FP8ATTN_VLLM_CPU` is 1,
-    this backend replaces its own, with the slow backend `reference`; for tests. Otherwise a warning says that fp8attn
-    is not used there.
+    these replace its own, with the slow backend `reference`; for tests. Otherwise a warning says that fp8attn is not
+    used there.
 
     A release of vLLM that was not run is refused by name when the backend is chosen.
     """
@@ -57,15 +60,19 @@ def register() -> None:
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = f"{__name__}.backend.FP8AttentionBackend"
+    path = latents = f"{__name__}.backend.FP8AttentionBackend"
+    takes_names = hasattr(AttentionBackendEnum, "register")  # from vLLM 0.32
+    if takes_names:
+        latents = f"{__name__}.latent.FP8LatentBackend"
     if (reason := unsupported_release(vllm_version())) is not None:
         logger.debug(reason)
-        path = f"{__name__}.RefusedBackend"
+        path = latents = f"{__name__}.RefusedBackend"
     _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
-    if hasattr(AttentionBackendEnum, "register"):  # from vLLM 0.32
-        # A name can be made once, and replaced any time.
-        register_backend(AttentionBackendEnum.__members__.get(NAME, NAME), path)
+    if takes_names:
+        for name, one in ((NAME, path), (LATENT_NAME, latents)):
+            # A name can be made once, and replaced any time.
+            register_backend(AttentionBackendEnum.__members__.get(name, name), one)
         copyreg.pickle(AttentionBackendEnum, _pickled)
     if not current_platform.is_cpu():
         return
@@ -73,9 +80,9 @@ def register() -> None:
     if on_cpu:
         if reason is not None:
             raise RuntimeError(reason)
-        for name in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):  # the last two to be refused with a reason
+        for name, one in (("CPU_ATTN", path), ("CPU_MLA", latents), ("AMX_MLA", latents)):
             if name in AttentionBackendEnum.__members__:
-                register_backend(AttentionBackendEnum[name], path)
+                register_backend(AttentionBackendEnum[name], one)
     _say_what_cpus_use(on_cpu)
 
 
@@ -101,16 +108,16 @@ def _pickled(member: Any) -> Any:
     """How `AttentionBackendEnum` is pickled for a new process. The process reads vLLM's config before it calls
     `register`.
     """
-    return (_registered, ()) if member.name == NAME else member.__reduce_ex__(2)
+    return (_registered, (member.name,)) if member.name in (NAME, LATENT_NAME) else member.__reduce_ex__(2)
 
 
-def _registered() -> Any:
-    """`AttentionBackendEnum.FP8ATTN`."""
+def _registered(name: str) -> Any:
+    """A member of `AttentionBackendEnum` that `register` makes."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if NAME not in AttentionBackendEnum.__members__:
+    if name not in AttentionBackendEnum.__members__:
         register()
-    return AttentionBackendEnum[NAME]
+    return AttentionBackendEnum[name]
 
 
 @cache  # once in a process

@@ -12,7 +12,7 @@ from ...formats.spec import HEAD_DIMS, PageSpec
 from . import NAME
 from .impl import FP8AttentionImpl
 from .metadata import FP8AttentionMetadataBuilder
-from .specs import with_header
+from .specs import of_pages
 from .supported import DTYPES, KV_CACHE_DTYPES, WHAT_TO_DO, unsupported_layer
 
 
@@ -86,7 +86,7 @@ class FP8AttentionBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return spec if spec.state_content_bytes is not None else with_header(spec)
+        return of_pages(spec, PageSpec.of(spec.head_size))
 
     # From vLLM 0.29
 

@@ -21,7 +21,35 @@ from .specs import BACKEND_IS_ASKED, of_layer
 from .supported import is_batch_invariant, unsupported_config, unsupported_invariance, unsupported_layer
 
 
-class FP8AttentionImpl(AttentionImpl[Any]):
+class LayerPages:
+    """What impls have in common, of keys and values and of latents: their layers get pages when weights are loaded."""
+
+    _config: Any  # vLLM's
+    engine_layer: EngineLayer | None
+
+    def _engine_layer(self, layer: Any) -> EngineLayer:
+        """The pages of vLLM's layer."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """vLLM calls this before it asks layers for the bytes of their blocks and records CUDA graphs, and whenever it
+        reloads weights.
+        """
+        for layer in self._config.compilation_config.static_forward_context.values():
+            if getattr(layer, "impl", None) is not self:
+                continue
+            if self.engine_layer is None:
+                self.engine_layer = self._engine_layer(layer)
+                if not BACKEND_IS_ASKED:
+                    layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
+            else:
+                self.engine_layer.write_static()
+            for name, tensor in self.engine_layer.buffers.items():
+                # vLLM keeps buffers when its sleep mode discards weights.
+                layer.register_buffer(name, tensor, persistent=False)
+
+
+class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
     """`AttentionImpl` describes the arguments.
 
     Raises:
@@ -57,23 +85,6 @@ class FP8AttentionImpl(AttentionImpl[Any]):
         self._target = kv_sharing_target_layer_name  # the layer whose pages this one reads, if it writes none
         self._config = config
         self.engine_layer: EngineLayer | None = None  # from when the weights are loaded
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this before it asks layers for the bytes of their blocks and records CUDA graphs, and whenever it
-        reloads weights.
-        """
-        for layer in self._config.compilation_config.static_forward_context.values():
-            if getattr(layer, "impl", None) is not self:
-                continue
-            if self.engine_layer is None:
-                self.engine_layer = self._engine_layer(layer)
-                if not BACKEND_IS_ASKED:
-                    layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
-            else:
-                self.engine_layer.write_static()
-            for name, tensor in self.engine_layer.buffers.items():
-                # vLLM keeps buffers when its sleep mode discards weights.
-                layer.register_buffer(name, tensor, persistent=False)
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
         model, name = self._config.model_config, self._target or layer.layer_name

@@ -27,9 +27,13 @@ from ...formats.spec import PageSpec
 BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(AttentionSpec)}  # from vLLM 0.28
 
 
-def with_header(spec: Any) -> Any:
+# vLLM's latent attention has these numbers of channels, and its spec has only their sum: of the latent and of RoPE.
+LATENTS = {rank + rope: PageSpec.latent(rank, rope) for rank, rope in ((512, 64), (256, 64), (512, 0))}
+
+
+def of_pages(spec: Any, pages: PageSpec) -> Any:
     """The spec that vLLM makes for a layer, with the bytes of a page."""
-    return replace(spec, state_content_bytes=PageSpec.of(spec.head_size).layout.token_bytes)
+    return spec if spec.state_content_bytes is not None else replace(spec, state_content_bytes=pages.layout.token_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

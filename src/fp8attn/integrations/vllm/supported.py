@@ -8,17 +8,32 @@ import torch
 from vllm import envs
 from vllm.v1.attention.backend import AttentionType
 
+from ...formats.codec import DEFAULT_KEY_DTYPE
 from ...formats.page_layout import PAGE_SIZE
 from ...formats.spec import PageSpec
 from ..engine.options import Options
+from . import LATENT_NAME, NAME
 from .connectors import exchanges_blocks, unsupported_connector
-from .specs import BACKEND_IS_ASKED
+from .specs import BACKEND_IS_ASKED, LATENTS
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)
 _DTYPE = "the model's dtype must be bfloat16 or float16: pass --dtype bfloat16"
+_SPARSE = (
+    "its attention is sparse (DeepSeek V3.2, GLM 5): the model chooses keys for each query, and fp8attn attends to "
+    "all; leave out --attention-backend"
+)
+_DCP = "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
+_PCP = "a prompt is divided over GPUs (--prefill-context-parallel-size); use --tensor-parallel-size"
+_LATENTS = f"it caches latents (MLA): pass --attention-backend {LATENT_NAME}, which needs vLLM 0.32 or newer"
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
+    "MLA not supported": _LATENTS,
+    "non-MLA not supported": f"a layer caches keys and values, and {LATENT_NAME} is for latents: pass "
+    f"--attention-backend {NAME}",
+    "sparse not supported": _SPARSE,
+    "DCP not supported": _DCP,
+    "PCP not supported": _PCP,
     "partial multimodal token full attention not supported": (
         "its images attend in both directions, and fp8attn has causal attention only: serve text alone "
         """(--limit-mm-per-prompt '{"image": 0, "video": 0, "audio": 0}'), or leave out --attention-backend"""
@@ -34,9 +49,14 @@ CPU_CLEARS_OTHER_PAGES = True
 
 
 def unsupported_layer(
-    head_dim: int, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]
+    head_dim: int | PageSpec, kv_cache_dtype: str, attn_type: str, alibi_slopes: Any, others: dict[str, Any]
 ) -> str | None:
-    """Why a layer cannot be served, or None. `others` are arguments that only other attention backends have."""
+    """Why a layer cannot be served, or None.
+
+    Args:
+        head_dim: as `PageSpec.of` takes it.
+        others: arguments that only other attention backends have.
+    """
     if attn_type != AttentionType.DECODER:
         return (
             f"its attention is of type {attn_type!r}, and fp8attn has causal attention of decoders only; leave out "
@@ -56,13 +76,17 @@ def unsupported_layer(
     return None
 
 
-def unsupported_config(config: Any, options: Options) -> str | None:
-    """Why this configuration of vLLM cannot be served with these options of fp8attn, or None."""
+def unsupported_config(config: Any, options: Options, latents: bool = False) -> str | None:
+    """Why this configuration of vLLM cannot be served with these options of fp8attn, or None.
+
+    Args:
+        latents: whether this is asked of a layer that caches latents.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if model.use_mla:
-        return (
-            "it has multi-head latent attention, which caches latents instead of K and V; leave out --attention-backend"
-        )
+    if latents and (reason := _unsupported_beside_latents(config, options)) is not None:
+        return reason
+    if model.use_mla and not latents:
+        return _LATENTS
     if model.dtype not in DTYPES:
         return _DTYPE
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
@@ -82,7 +106,7 @@ def unsupported_config(config: Any, options: Options) -> str | None:
             f"out --attention-backend"
         )
     if parallel.decode_context_parallel_size > 1:
-        return "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
+        return _DCP
     if getattr(config.speculative_config, "use_gemma4_mtp", lambda: False)():  # not in all releases
         # vLLM sets the target on its layer (`Gemma4Proposer._setup_gemma4_kv_sharing`), after the weights are loaded;
         # other models give it to the backend's `__init__`.
@@ -98,6 +122,62 @@ def unsupported_config(config: Any, options: Options) -> str | None:
             f"it or {option}"
         )
     return unsupported_connector(config)
+
+
+def unsupported_latents(pages: PageSpec) -> str | None:
+    """Why latents of this shape cannot be served, or None."""
+    if pages in LATENTS.values():
+        return None
+    shapes = ", ".join(" + ".join(map(str, spec.widths)) for spec in LATENTS.values())
+    return (
+        f"its latents and their keys with RoPE have {' + '.join(map(str, pages.widths))} channels, and fp8attn in vLLM "
+        f"takes {shapes}; leave out --attention-backend"
+    )
+
+
+def _unsupported_beside_latents(config: Any, options: Options) -> str | None:
+    """Why a model that caches latents cannot be served with this configuration, or None."""
+    model, compilation = config.model_config, config.compilation_config
+    if hasattr(model.hf_text_config, "index_topk"):
+        return _SPARSE
+    if names := [name for name in ("scales", "static_scales") if getattr(options, name)]:
+        return f"it caches latents, and the option {names[0]} is for keys and values: leave it out"
+    if options.key_dtype != DEFAULT_KEY_DTYPE:
+        return f"it caches latents, which are in INT8: leave out the option key_dtype {options.key_dtype!r}"
+    if is_batch_invariant():
+        return (
+            "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch, and attention over latents has "
+            "none; leave it out"
+        )
+    if model.is_hybrid:
+        return (
+            "it has linear attention layers beside latents, with which fp8attn was not tried; leave out "
+            "--attention-backend"
+        )
+    if getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        return _PCP
+    if exchanges_blocks(config):
+        return (
+            "it caches latents, whose pages have no mark to tell blocks of another engine's format: leave out "
+            "--kv-transfer-config"
+        )
+    if config.attention_config.use_prefill_query_quantization:
+        return "prompts attend in 16 bits to what pages hold: leave out use_prefill_query_quantization"
+    if compilation.pass_config.fuse_rope_kvcache_cat_mla:
+        return (
+            "vLLM would write latents into the cache together with RoPE, in its own format: pass --compilation-config "
+            """'{"pass_config": {"fuse_rope_kvcache_cat_mla": false}}'"""
+        )
+    if (
+        compilation.cudagraph_mode.has_piecewise_cudagraphs()
+        and not compilation.splitting_ops_contain_kv_cache_update()
+    ):
+        return (
+            "vLLM would record the write of latents in graphs of parts of the model, and replay it with an old step's "
+            """tables: pass --compilation-config '{"cudagraph_mode": "FULL_DECODE_ONLY"}', or leave out """
+            "splitting_ops and use_inductor_graph_partition"
+        )
+    return None
 
 
 def is_batch_invariant() -> bool:

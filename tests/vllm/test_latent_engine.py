@@ -1,0 +1,118 @@
+"""vLLM engines with latent attention (MLA) on a CPU, whose platform is told to serve latents in 8 bits
+(`run_engine.serve_latents`). Each engine takes 15 to 30 seconds.
+"""
+
+import json
+from itertools import chain
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("vllm")
+pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="this vLLM has no latent attention on CPUs")
+
+from fp8attn.integrations.vllm import ON_CPU
+from tests.integrations.engine.models import deepseek_v3
+from tests.vllm.engines import engine
+
+LENGTHS, ANSWER = (700, 30, 400), 24  # tokens of the prompts, and of their answers
+# vLLM's kernel of RoPE for CPUs takes the heads of queries for neighbors, and in latent attention they are not: without
+# fp8attn, too, log-probabilities are 1.3 nats from those of transformers. With PyTorch's operations they are 0.02.
+OPTIONS = {
+    "skip_tokenizer_init": True, "dtype": "bfloat16", "compilation_config": {"custom_ops": ["-rotary_embedding"]}
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("latents")
+    deepseek_v3().bfloat16().save_pretrained(folder / "model")
+    torch.manual_seed(1)
+    (folder / "windows.json").write_text(json.dumps([torch.randint(2, 500, (n,)).tolist() for n in LENGTHS]))
+    return folder
+
+
+def run(folder, ours=True, **options):
+    """What an engine finds."""
+    eight_bits = {"kv_cache_dtype": "fp8", "latents": True} if ours else {}
+    files = folder / "model", folder / "windows.json", folder / "found.json"
+    return engine(*files, {ON_CPU: str(int(ours))}, **OPTIONS | {"answer": ANSWER} | eight_bits | options)
+
+
+@pytest.fixture(scope="module")
+def exact(folder):
+    """An engine of vLLM's own, with latents in BF16."""
+    return run(folder, ours=False)
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """An engine with latents in 8 bits that takes prompts whole."""
+    return run(folder)
+
+
+def nats(found, expected):
+    """The mean difference of log-probabilities: of prompts, and of answers where both have made the same tokens."""
+    prompts = torch.tensor(list(chain(*found["logprobs"]))) - torch.tensor(list(chain(*expected["logprobs"])))
+    answers = []
+    for one, other in zip(chain(*found["answers"]), chain(*expected["answers"]), strict=True):
+        for token, same, x, y in zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True):
+            if token != same:
+                break
+            answers.append(x - y)
+    means = float(prompts.abs().mean()), float(torch.tensor(answers).abs().mean())
+    print(f"{len(answers)} tokens, {means[0]:.4f} and {means[1]:.4f} nats")
+    assert len(answers) > ANSWER * len(LENGTHS)
+    return means
+
+
+def test_a_prompt_is_exact_and_an_answer_close(exact, whole):
+    """A whole prompt attends in 16 bits to its own tokens, as in vLLM's engine; a decode to the pages."""
+    prompts, answers = nats(whole, exact)
+    assert prompts == 0.0 and 0.0 < answers < 0.05
+    assert whole["answers"][0] == whole["answers"][1]
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 256}], ids=["128", "256"])
+def test_chunks_and_prefix_caching(folder, exact, options):
+    """Chunks and hits of the prefix cache read the tokens before them from the pages, in blocks of one page or two."""
+    found = run(folder, max_num_batched_tokens=256, enable_prefix_caching=True, reload=True, **options)
+    prompts, answers = nats(found, exact)
+    assert 0.0 < prompts < 0.05 and 0.0 < answers < 0.05
+    size = options.get("block_size", 128)
+    first, again = ([one["cached"] for one in answer] for answer in found["answers"])
+    assert first == [0] * len(LENGTHS) and again == [(length - 1) // size * size for length in LENGTHS]
+    # After the weights have been reloaded, too, with the factor at its address.
+    own = {name: address for name, address in found["buffers"].items() if name.endswith("fp8attn_factor")}
+    assert len(own) == 2 and own.items() <= found["again"]["buffers"].items()
+    assert nats({"answers": found["answers"], "logprobs": found["again"]["logprobs"]}, exact)[0] < 0.05
+
+
+def save_draft_layer(folder):
+    """Give a checkpoint the layer that makes drafts (MTP): its last one, beside a projection that passes the token's
+    embedding and some of the hidden state. It is not trained, so most drafts are rejected.
+    """
+    weights = load_file(folder / "model.safetensors")
+    last, embeddings = "model.layers.1.", weights["model.embed_tokens.weight"]
+    layer = {name.removeprefix(last): x for name, x in weights.items() if name.startswith(last)}
+    norm, eye = weights["model.norm.weight"], torch.eye(embeddings.shape[1], dtype=torch.bfloat16)
+    layer |= {"embed_tokens.weight": embeddings, "shared_head.head.weight": weights["lm_head.weight"]}
+    layer |= {name: norm.clone() for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")}
+    layer["eh_proj.weight"] = torch.cat([eye, 0.5 * eye], 1)
+    weights |= {f"model.layers.2.{name}": x.clone() for name, x in layer.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_drafts(folder, exact, method):
+    """Drafts of the model's own draft layer, which has pages, too, and of n-grams: several tokens of a request are
+    verified by absorbed queries.
+    """
+    speculation = {"method": method, "num_speculative_tokens": 3}
+    if method == "mtp":
+        save_draft_layer(folder / "model")
+    else:
+        speculation["prompt_lookup_max"] = 3
+    prompts, answers = nats(run(folder, speculative_config=speculation, max_num_batched_tokens=512), exact)
+    assert prompts < 0.05 and 0.0 < answers < 0.05
