@@ -1,16 +1,17 @@
-"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of three models'
-shapes.
+"""Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of models' shapes.
 
-It needs an environment with vLLM 0.26 or newer and this package; `qwen3.5` has patches for 0.26, and wants it. Weights
-are random, and equal for all caches. The engines of a group, each in a process of its own, start side by side and stay
-until a case of another group comes; their logs are in $OUT, or in the folder for temporary files. They measure in
-turns, prompt by prompt, and some steps each.
-Groups are the three shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and
-head.
+It needs an environment with vLLM 0.26 or newer and this package. `qwen3.5` has patches for 0.26, and wants it. `mla16`,
+`mla64` and `mla128`, latent attention with so many heads, need 0.32 (`python -m benchmarks.run vllm mla --save`).
+Weights are random, and equal for all caches. The engines of a group, each in a process of its own, start side by side
+and stay until a case of another group comes; their logs are in $OUT, or in the folder for temporary files. They measure
+in turns, prompt by prompt, and some steps each.
+Groups are the shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and head.
 
 - `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are
   from those of BF16.
 - `GROUP-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
+- `mla16-alone-B66-S32768`: how far log-probabilities of a request's decode steps are from those of BF16 if it is alone
+  (`nats_from_bf16`), and among 65 others from its own alone (`nats_from_alone`).
 - `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
 
 Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels
@@ -41,6 +42,8 @@ from .vllm_models import TINY
 PROCESSES = True
 IMPLS = ("vllm-bf16", "fp8attn", "vllm-fp8")
 PER_TOKEN = ("vllm-bf16", "fp8attn", "vllm-int8-per-token-head", "vllm-fp8-per-token-head", "vllm-int4-per-token-head")
+LATENT_IMPLS = IMPLS[:2] if TINY else ("vllm-bf16", "vllm-flashmla", "fp8attn", "vllm-flashmla-fp8")
+ALONE = ((8, 8192), (66, 8192), (66, 32768), (8, 131072))
 PROMPTS = {300: 2} if TINY else {2048: 8, 8192: 6, 32768: 3}  # tokens: repetitions
 STEPS = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
 
@@ -53,21 +56,32 @@ class Group(NamedTuple):
         impls: the engines.
         long: tokens of a further prompt, and of a step with one sequence; 0: none.
         steps: as `STEPS`.
+        alone: sequences and tokens, as `STEPS`, of requests that are alone and among others.
     """
 
     shape: str
     impls: tuple[str, ...] = IMPLS
     long: int = 0
     steps: tuple[tuple[int, int], ...] = STEPS
+    alone: tuple[tuple[int, int], ...] = ()
 
 
 GROUPS = {
     "llama": Group("llama", long=0 if TINY else 131072), "gemma3": Group("gemma3"), "qwen3.5": Group("qwen3.5"),
     "llama_per_token": Group("llama", PER_TOKEN, steps=STEPS[:2]),  # five engines have no room for the third
+    **{
+        f"mla{heads}": Group(
+            f"mla{heads}", LATENT_IMPLS, 0 if TINY or heads > 16 else 131072,
+            ((2, 300),) if TINY else ((1, 8192), (16, 8192), (64, 8192)),
+            ((3, 300),) if TINY else ALONE if heads == 16 else ALONE[:2],
+        )
+        for heads in (16, 64, 128)
+    },
 }  # fmt: skip
 LARGE_GIB = 120  # of a GPU's memory, where the engines of any group have room
 MOST_TOKENS = 65536  # of a case on other GPUs, if the group has a long one
 TURNS, TURN = (2, 3) if TINY else (6, 16)  # of steps, and steps of a turn; the first one of each turn is not timed
+LATENTS_FROM = (0, 32)
 SECONDS = 300  # for an answer of an engine
 TOO_FAR = 1.0  # nats from BF16; two unrelated models are about 4 apart
 
@@ -80,6 +94,7 @@ def _cases() -> Iterator[str]:
             f"{name}-decode-B{batch}-S{length}"
             for batch, length in (*group.steps, *([(1, group.long)] if group.long else []))
         )
+        yield from (f"{name}-alone-B{batch}-S{length}" for batch, length in group.alone)
 
 
 CASES = tuple(_cases())
@@ -93,7 +108,14 @@ def measure(case: str) -> Iterator[dict]:
     ) and not _is_large():
         left_out(case, f"it needs a GPU with {LARGE_GIB} GiB")
         return
+    if name.startswith("mla") and (release := vllm_release()) < LATENTS_FROM:
+        had, needed = (".".join(map(str, one)) for one in (release, LATENTS_FROM))
+        left_out(case, f"vLLM {had} has no plugins for latents, {needed} has")
+        return
     engines = Engines.of(name)
+    if kind == "alone":
+        yield from ({"case": case, **row} for row in engines.alone(*numbers))
+        return
     if kind == "check":
         yield from ({"case": case, **row} for row in engines.checks)
         return
@@ -109,6 +131,11 @@ def measure(case: str) -> Iterator[dict]:
         }
 
 
+def vllm_release() -> tuple[int, ...]:
+    """Of the installed vLLM, as (0, 33)."""
+    return tuple(map(int, version("vllm").split(".")[:2]))
+
+
 def releases() -> dict[str, str]:
     """What runs the engines."""
     return {"vllm": f"vllm {version('vllm')}"}
@@ -116,6 +143,18 @@ def releases() -> dict[str, str]:
 
 def end() -> None:
     Engines.end()
+
+
+def _nats(found: list[tuple[int, dict[int, float]]], expected: list[tuple[int, dict[int, float]]]) -> float:
+    """The mean difference of log-probabilities that both have, of steps after which both have the same tokens. The
+    first token is the prompt's, which does not read the cache.
+    """
+    steps = []
+    for (token, likely), (other, others) in zip(found, expected, strict=True):
+        steps.append(statistics.fmean(abs(likely[key] - others[key]) for key in likely.keys() & others.keys()))
+        if token != other:
+            break
+    return statistics.fmean(steps[1:] or [math.nan])
 
 
 def _is_large() -> bool:
@@ -211,10 +250,20 @@ class Engines:
         exact, tokens = found["vllm-bf16"]
         for impl, (logprobs, greedy) in found.items():
             nats = statistics.fmean(abs(x - y) for x, y in zip(logprobs, exact, strict=True))
-            if not nats < TOO_FAR or (nats == 0) != (impl == "vllm-bf16"):
+            if not nats < TOO_FAR or ((nats == 0) != (impl == "vllm-bf16") and impl != "vllm-flashmla"):
                 raise RuntimeError(f"{self.name} {impl} is {nats} nats from BF16: wrong answers are not timed")
             equal = sum(x == y for x, y in zip(greedy, tokens, strict=True))
             yield {"impl": impl, "nats_from_bf16": round(nats, 4), "tokens_equal": f"{equal} of {len(tokens)}"}
+
+    def alone(self, batch: int, length: int) -> Iterator[dict]:
+        """How far a request is from BF16's alone, and among others from its own alone."""
+        found = {impl: self.ask(impl, "alone and among", batch, length) for impl in self.processes}
+        for impl, (alone, among) in found.items():
+            yield {
+                "impl": impl,
+                "nats_from_bf16": round(_nats(alone, found["vllm-bf16"][0]), 5),
+                "nats_from_alone": round(_nats(among, alone), 5),
+            }
 
     def turns(self, count: int, request: str, *arguments: Any) -> dict[str, list]:
         """The answers of all engines in `count` turns, each in another order."""

@@ -27,16 +27,24 @@ OPTIONS = {
     "vllm-bf16": {}, "vllm-fp8": {"kv_cache_dtype": "fp8"},
     "fp8attn": {"kv_cache_dtype": "fp8", "attention_backend": "CUSTOM"},
     **{f"vllm-{kind}-per-token-head": {"kv_cache_dtype": f"{kind}_per_token_head"} for kind in ("int8", "fp8", "int4")},
+    "vllm-flashmla": {"attention_backend": "FLASHMLA"},
+    "vllm-flashmla-fp8": {"kv_cache_dtype": "fp8", "attention_backend": "FLASHMLA"},
 }  # fmt: skip
 LONGEST = (
     768 if TINY else 36864
 )  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
+MOST_SEQUENCES = 72  # of latents
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
+LOOKED_AT, LIKELIEST = 8, 20  # tokens of a request that is alone and among others, and of each step
 COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
-OUR_KERNELS = r"_?(decode|prefill|combine|page|step|rows|scales|statistics|portable)_kernel\b"
+OUR_KERNELS = (
+    r"_?(latent_)?(decode|prefill|combine|page|step|rows|scales|statistics|portable|append|queries|attention)_kernel\b"
+    r"|latent_kernel\b"
+)
 ATTENTION = (
     OUR_KERNELS
-    + r"|.*(flash|fmha|reshape_(and_)?cache|varlen_num_blocks|unified_attention|reduce_segments|_attn_packed|hadamard)"
+    + r"|.*(flash|fmha|(reshape|concat)_(and_)?cache|varlen_num_blocks|unified_attention|reduce_segments|_attn_packed"
+    + r"|hadamard)"
 )
 
 _llm: Any = None  # of this process
@@ -65,6 +73,7 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
     os.environ.update(ENVIRONMENT | own)
     sys.path.insert(0, folder)
     shape = MODELS[model]
+    caches_latents = "kv_lora_rank" in shape
     if TINY:
         shape = shape | SMALL | {key: kinds[:6] for key, kinds in shape.items() if key == "layer_types"}
     config = Path(tempfile.mkdtemp(dir=folder))
@@ -76,6 +85,8 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
     on_gpu = torch.cuda.is_available()
     bytes_16 = (19 if long else 10) << 30  # of K and V; given, because other engines use the memory, too
     options = OPTIONS[impl] | {"gpu_memory_utilization": 0.05}
+    if caches_latents and impl == "fp8attn":
+        options["attention_backend"] = "FP8ATTN_MLA"
     options["kv_cache_memory_bytes"] = bytes_16 * 5 // 8 if "kv_cache_dtype" in options else bytes_16
     if on_gpu:
         from triton.backends.nvidia.compiler import get_ptxas_version
@@ -88,10 +99,15 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
             {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in options else {}
         )  # the plugin replaces the CPU's backend
     _llm = LLM(
-        str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_num_seqs=16,
-        max_num_batched_tokens=CHUNK,
+        str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
+        max_num_seqs=MOST_SEQUENCES if caches_latents else 16,
+        # Beside the steps of others, too, chunks of latents are of CHUNK tokens: a chunk attends to what is stored of
+        # the tokens before it.
+        max_num_batched_tokens=CHUNK + MOST_SEQUENCES if caches_latents else CHUNK,
+        long_prefill_token_threshold=CHUNK if caches_latents else 0,
         max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=False, enforce_eager=not on_gpu,
-        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16]} if on_gpu else {},
+        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16, *([64, MOST_SEQUENCES] if caches_latents else [])]}
+        if on_gpu else {"custom_ops": ["-rotary_embedding"]} if caches_latents else {},
         mamba_ssm_cache_dtype="float32",
         additional_config={"gdn_prefill_backend": "triton"}, **options,
          # not FlashInfer's kernel, which the machine may lack
@@ -114,6 +130,8 @@ def compile_kernels(model: str) -> int:
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     shape = MODELS[model]
+    if "kv_lora_rank" in shape:  # the plugin compiles these kernels by running them
+        return 0
     with FileLock(folder / "fp8attn.lock"):
         return len(
             warmup(
@@ -136,6 +154,30 @@ def check() -> tuple[list[float], list[int]]:
     assert all(map(math.isfinite, logprobs)), "log-probabilities are not finite"
     print(f"the deviation of log-probabilities is {statistics.pstdev(logprobs):.3f}", flush=True)
     return logprobs, tokens
+
+
+def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, float]]]]:
+    """The first greedy tokens of a request that is alone, and of the same one beside `batch - 1` that make tokens
+    meanwhile; each with the log-probabilities of the likeliest tokens at its step.
+    """
+    found = []
+    for others in (0, batch - 1):
+        names = [f"{batch}-{length}-{seq}" for seq in range(others)]
+        for seq, name in enumerate(names):
+            steps = batch * -(-length // CHUNK) + 2 * LOOKED_AT  # of all prompts, and of this request
+            _llm.llm_engine.add_request(name, prompt(length, seq + 1), sampling(steps))
+        while len(_llm.llm_engine.step() if others else []) < others:
+            pass
+        _llm.llm_engine.add_request("looked at", prompt(length, 0), sampling(LOOKED_AT, logprobs=LIKELIEST))
+        answer = None
+        while answer is None:
+            ended = [one for one in _llm.llm_engine.step() if one.request_id.startswith("looked at") and one.finished]
+            answer = ended[0].outputs[0] if ended else None
+        _llm.llm_engine.abort_request(names)
+        finish()
+        steps = zip(answer.token_ids, answer.logprobs, strict=True)
+        found.append([(token, {other: x.logprob for other, x in step.items()}) for token, step in steps])
+    return found
 
 
 def prompt(length: int, seed: int) -> dict:
@@ -216,5 +258,5 @@ def profile(request: str, *arguments: Any) -> dict[str, float]:
 
 ANSWERS = {
     "start": start, "check": check, "prompt": timed_prompt, "begin": begin, "steps": timed_steps, "finish": finish,
-    "profile": profile
+    "profile": profile, "alone and among": alone_and_among,
 }  # fmt: skip

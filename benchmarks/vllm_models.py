@@ -38,10 +38,22 @@ MODELS = {
         "rope_parameters": ROPE | {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
     },
 }  # fmt: skip
+MODELS |= {  # four of DeepSeek-V3's layers, with dense feed-forward, in one of 8, of 2, and of 1 process
+    f"mla{heads}": SHAPE | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "intermediate_size": 18432 * heads // 128, "num_hidden_layers": 4, "first_k_dense_replace": 64, "head_dim": 64,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+        "tie_word_embeddings": False, "max_position_embeddings": 1 << 18, "rope_parameters": ROPE,
+        "n_routed_experts": 8, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64,
+    }
+    for heads in (16, 64, 128)
+}  # fmt: skip
 NAMES = {
     "llama": "Llama-3.1-8B",
     "gemma3": "Gemma 3 12B, half of its layers",
     "qwen3.5": "Qwen3.5 9B, half of its layers",
+    **{f"mla{heads}": f"four dense layers of DeepSeek V3, {heads} heads" for heads in (16, 64, 128)},
 }
 SMALL = {
     "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -51,9 +63,13 @@ SMALL = {
 
 
 def fill(model):
-    """Random weights, the same in each engine. vLLM's own are so small that logits are nearly equal."""
+    """Random weights, the same in each engine. vLLM's own are so small that logits are nearly equal.
+
+    Embeddings of models that cache latents have a mean, so that latents have one, too, as those of trained models.
+    """
     import torch
 
+    caches_latents = any(path.endswith("kv_a_layernorm") for path, _ in model.named_modules())
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             if name in ("A_log", "dt_bias"):
@@ -66,6 +82,9 @@ def fill(model):
             elif weight.numel() > 1:
                 draw = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{path}.{name}".encode()))
                 weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
+                if caches_latents and path.endswith("embed_tokens"):
+                    mean = torch.empty_like(weight.data[0]).normal_(std=weight.shape[-1] ** -0.5, generator=draw)
+                    weight.data += mean
 
 
 def prepare(model, impl):
@@ -74,6 +93,13 @@ def prepare(model, impl):
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    if "kv_lora_rank" in MODELS[model] and impl == "fp8attn":
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            from tests.vllm.run_engine import serve_latents
+
+            serve_latents()
     if model != "qwen3.5":
         return
     if impl == "fp8attn":

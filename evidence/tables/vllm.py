@@ -13,7 +13,7 @@ from .writing import block, number, table, tokens, value
 IMPLS = {
     "vllm-bf16": "BF16", "vllm-fp8": "vLLM's FP8", "vllm-int8-per-token-head": "`int8_per_token_head`",
     "vllm-fp8-per-token-head": "`fp8_per_token_head`", "vllm-int4-per-token-head": "`int4_per_token_head`",
-    "fp8attn": "fp8attn",
+    "vllm-flashmla": "FlashMLA, BF16", "vllm-flashmla-fp8": "FlashMLA, FP8", "fp8attn": "fp8attn",
 }  # fmt: skip
 LABELS = {"prefill": "first token, prompt of {}", "decode": "decode step, {} x {}"}
 
@@ -32,7 +32,7 @@ def vllm_times() -> str:
         cases = [
             case
             for case in dict.fromkeys(case for case, _ in found)
-            if case.startswith(f"{name}-") and not case.endswith("-check")
+            if case.startswith((f"{name}-prefill", f"{name}-decode"))
         ]
         impls = {impl: label for impl, label in IMPLS.items() if impl in group.impls}
         others = [impl for impl in impls if impl != "fp8attn"]

@@ -20,6 +20,17 @@ class Engine:
     asked: ClassVar[list] = []  # of all engines
     nats: ClassVar = {"vllm-bf16": 0.0, "vllm-fp8": 0.2, "fp8attn": 0.1}
 
+    # Of a request that is alone, and of the same one among others: tokens, each with the likeliest of its step.
+    alone: ClassVar = {
+        "vllm-bf16": ([(1, {1: -1.0}), (2, {2: -1.0, 3: -2.0}), (2, {2: -1.0})],) * 2,
+        "vllm-flashmla": ([(1, {1: -1.0}), (2, {2: -1.25, 3: -2.25}), (2, {2: -1.25})],) * 2,
+        "fp8attn": (
+            [(1, {1: -9.0}), (2, {2: -1.5, 4: -3.0}), (2, {2: -1.25})],
+            [(1, {1: -1.0}), (4, {2: -2.0}), (2, {2: -9.0})],
+        ),
+        "vllm-flashmla-fp8": ([(1, {1: -1.0}), (3, {2: -2.0, 3: -2.0}), (2, {2: -7.0})],) * 2,
+    }
+
     def __init__(self, function, seconds):
         self.impl = None
 
@@ -30,7 +41,7 @@ class Engine:
         ms = (MS | PER_TOKEN_MS).get(self.impl)
         answers = {
             "check": ([-1.0 - self.nats.get(self.impl, 0.3)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms,
-            "steps": [ms] * 15,
+            "steps": [ms] * 15, "alone and among": self.alone.get(self.impl),
             "profile": {"attention_ms": 1.0},
         }  # fmt: skip
         return answers.get(request, True)
@@ -44,6 +55,7 @@ def engines(monkeypatch):
     monkeypatch.setattr(vllm, "Beside", Engine)
     monkeypatch.setattr(vllm, "_is_large", lambda: True)
     monkeypatch.setattr(vllm, "releases", lambda: {"vllm": "vllm 0.26.0"})
+    monkeypatch.setattr(vllm, "vllm_release", lambda: (0, 33))
     monkeypatch.setattr(Engine, "asked", [])
     yield Engine
     vllm.end()
@@ -108,6 +120,19 @@ def test_caches_of_a_scale_a_token_are_measured_beside_ours_on_a_large_gpu(engin
     assert "llama_per_token-check is left out: it needs a GPU with 120 GiB" in capsys.readouterr().out
 
 
+def test_a_request_is_compared_with_itself_alone(engines, monkeypatch, capsys):
+    """From the second token on, as long as the tokens before are the same, by the likeliest tokens that both have."""
+    rows = {row["impl"]: row for row in vllm.measure("mla16-alone-B66-S32768")}
+    assert ("vllm-flashmla", "alone and among", 66, 32768) in engines.asked
+    found = {impl: (row["nats_from_bf16"], row["nats_from_alone"]) for impl, row in rows.items()}
+    assert found == {
+        "vllm-bf16": (0.0, 0.0), "vllm-flashmla": (0.25, 0.0), "vllm-flashmla-fp8": (0.5, 0.0), "fp8attn": (0.375, 0.5)
+    }  # fmt: skip
+    monkeypatch.setattr(vllm, "vllm_release", lambda: (0, 26))
+    assert not [*vllm.measure("mla16-check")]
+    assert "mla16-check is left out: vLLM 0.26 has no plugins for latents, 0.32 has" in capsys.readouterr().out
+
+
 def test_rows_become_tables(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr(reading, "RESULTS", tmp_path)
@@ -138,6 +163,8 @@ def test_rows_become_tables(monkeypatch, tmp_path):
 def test_cases_are_named_in_words():
     assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS, "llama_per_token"}
     assert {group.shape for group in vllm.GROUPS.values()} == {*MODELS}
+    assert "mla128-alone-B66-S8192" in vllm.CASES and "mla16-decode-B1-S131072" in vllm.CASES
+    assert "mla128-alone-B66-S32768" not in vllm.CASES  # its prompts alone would take minutes
     assert "llama_per_token-decode-B8-S8192" in vllm.CASES and "llama_per_token-decode-B4-S32768" not in vllm.CASES
     assert (
         label("prefill-S131072") == "first token, prompt of 128k"
