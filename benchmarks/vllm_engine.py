@@ -160,7 +160,7 @@ def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, f
     """The first greedy tokens of a request that is alone, and of the same one beside `batch - 1` that make tokens
     meanwhile; each with the log-probabilities of the likeliest tokens at its step.
     """
-    found = []
+    answers = []
     for others in (0, batch - 1):
         names = [f"{batch}-{length}-{seq}" for seq in range(others)]
         for seq, name in enumerate(names):
@@ -176,8 +176,8 @@ def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, f
         _llm.llm_engine.abort_request(names)
         finish()
         steps = zip(answer.token_ids, answer.logprobs, strict=True)
-        found.append([(token, {other: x.logprob for other, x in step.items()}) for token, step in steps])
-    return found
+        answers.append([(token, {other: x.logprob for other, x in step.items()}) for token, step in steps])
+    return answers
 
 
 def prompt(length: int, seed: int) -> dict:

@@ -28,18 +28,18 @@ TABLES = [[7, 2, 5, 0], [3, 8, 1, 0]]
 CLOSE = 2**-8  # of BF16's results in vLLM's steps; 0.0023 to 0.0033 were measured
 
 
-def error_of(layer, output, new, tables, held, from_pages):
+def error_of(layer, output, new, tables, lengths, from_pages):
     """The largest error of the sequences of a step, relative to the norm of what is expected.
 
     Args:
         new: queries, latents and keys with RoPE of the new tokens of each sequence.
-        held: tokens of each sequence, with the new ones.
+        lengths: tokens of each sequence, with the new ones.
         from_pages: of each sequence, whether its new tokens are read from pages, as of decodes.
     """
     latents, ropes = layer.pages()
     errors = []
     for out, (q, latent, rope), table, length, decode in zip(
-        output.split([len(q) for q, _, _ in new]), new, tables, held, from_pages, strict=True
+        output.split([len(q) for q, _, _ in new]), new, tables, lengths, from_pages, strict=True
     ):
         keys = [x[table].flatten(0, 1)[:length].clone() for x in (latents, ropes)]
         if not decode:
@@ -50,12 +50,12 @@ def error_of(layer, output, new, tables, held, from_pages):
     return max(errors)
 
 
-def step(layer, queries, held, tables, seed, **common):
+def step(layer, queries, lengths, tables, seed, **common):
     """A step of new tokens. Returns its output, the tokens, and the lengths of the sequences after it."""
     new = [layer.tokens(count, 10 * seed + seq) for seq, count in enumerate(queries)]
-    held = [length + count for length, count in zip(held, queries, strict=True)]
-    metadata = layer.builder.build(0, layer.common(queries, held, tables, **common))
-    return layer.run(*map(torch.cat, zip(*new, strict=True)), metadata), new, held
+    lengths = [length + count for length, count in zip(lengths, queries, strict=True)]
+    metadata = layer.builder.build(0, layer.common(queries, lengths, tables, **common))
+    return layer.run(*map(torch.cat, zip(*new, strict=True)), metadata), new, lengths
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (512, 0)])
@@ -65,11 +65,11 @@ def test_a_layers_steps(tmp_path, rank, rope):
     """
     layer = Layer(tmp_path, rank=rank, rope=rope)
     assert layer.spec.page_size_bytes == 128 * (rank + 2 * rope + 4)
-    held, tokens = [0, 0], [[], []]
+    lengths, tokens = [0, 0], [[], []]
     for number, queries in enumerate(([150, 300], [1, 90], [1, 1], [1, 1])):
-        output, new, held = step(layer, queries, held, TABLES, number)
+        output, new, lengths = step(layer, queries, lengths, TABLES, number)
         decodes = [count == 1 for count in queries]
-        assert error_of(layer, output, new, TABLES, held, decodes) < CLOSE
+        assert error_of(layer, output, new, TABLES, lengths, decodes) < CLOSE
         for seq, one in enumerate(new):
             tokens[seq].append(one)
     format = layer.impl.engine_layer.format
@@ -79,7 +79,7 @@ def test_a_layers_steps(tmp_path, rank, rope):
         whole = fp8attn.KVPages.empty(4, 1, PageSpec.latent(rank, rope), 1, 4, factor=format.factor)
         fp8attn.append(whole, latent[:, None], key[:, None])
         written = whole.with_pool(layer.impl.engine_layer.pool[TABLES[seq]])
-        for x, y in zip(written.read(0, held[seq]), whole.read(0, held[seq]), strict=True):
+        for x, y in zip(written.read(0, lengths[seq]), whole.read(0, lengths[seq]), strict=True):
             assert torch.equal(x, y)
 
 
@@ -91,39 +91,39 @@ def test_contexts_in_parts(tmp_path, monkeypatch, rows):
     monkeypatch.setattr("fp8attn.integrations.vllm.latent.CONTEXT_BLOCK", 100)
     layer, tables = Layer(tmp_path), [*TABLES, [6, 9, 10, 0]]
     layer.builder.chunked_prefill_workspace_size = rows
-    held = step(layer, [200, 390], [0, 0], TABLES, 0)[2]
-    output, new, held = step(layer, [100, 50, 40], [*held, 0], tables, 1)
-    context = layer.builder.build(0, layer.common([100, 50, 40], held, tables)).prefill.chunked_context
+    lengths = step(layer, [200, 390], [0, 0], TABLES, 0)[2]
+    output, new, lengths = step(layer, [100, 50, 40], [*lengths, 0], tables, 1)
+    context = layer.builder.build(0, layer.common([100, 50, 40], lengths, tables)).prefill.chunked_context
     assert len(context.chunks) == {128: 6, 256: 3, 1024: 1}[rows]
     # vLLM rounds the output to BF16 with each part that it adds: 0.0043 was measured for 128.
-    assert error_of(layer, output, new, tables, held, [False] * 3) < 2 * CLOSE
+    assert error_of(layer, output, new, tables, lengths, [False] * 3) < 2 * CLOSE
 
 
 def test_drafts_are_verified_by_absorbed_queries(tmp_path):
     """A decode of one token, two that verify drafts of which one was cut, and a prompt."""
     layer, tables = Layer(tmp_path), [[7], [2], [5], [3]]
     layer.builder.reorder_batch_threshold = 4
-    held = step(layer, [60, 61, 62], [0, 0, 0], tables[:3], 0)[2]
-    output, new, held = step(layer, [1, 4, 3, 20], [*held, 0], tables, 1)
-    assert error_of(layer, output, new, tables, held, [True, True, True, False]) < CLOSE
-    metadata = layer.builder.build(0, layer.common([1, 4, 3], held[:3], tables[:3]))
+    lengths = step(layer, [60, 61, 62], [0, 0, 0], tables[:3], 0)[2]
+    output, new, lengths = step(layer, [1, 4, 3, 20], [*lengths, 0], tables, 1)
+    assert error_of(layer, output, new, tables, lengths, [True, True, True, False]) < CLOSE
+    metadata = layer.builder.build(0, layer.common([1, 4, 3], lengths[:3], tables[:3]))
     assert metadata.num_prefills == 0 and metadata.step.parts[0].max_seqlen == 4
 
 
 def test_requests_that_pad_a_graph(tmp_path):
     """They have no tokens and a length of zero, and their tables name block 0. Tokens that pad the step are NaN."""
     layer = Layer(tmp_path)
-    held = step(layer, [60, 200], [0, 0], TABLES, 0)[2]
+    lengths = step(layer, [60, 200], [0, 0], TABLES, 0)[2]
     new = [layer.tokens(1, 5 + seq) for seq in range(4)]
     packed = [torch.cat(x) for x in zip(*new, strict=True)]
     alone = layer.cache.clone()
     expected = layer.run(
-        *(x[:2] for x in packed), layer.builder.build(0, layer.common([1, 1], [held[0] + 1, held[1] + 1], TABLES))
+        *(x[:2] for x in packed), layer.builder.build(0, layer.common([1, 1], [lengths[0] + 1, lengths[1] + 1], TABLES))
     )
     written, layer.cache[:] = layer.cache.clone(), alone
     for x in packed:
         x[2:] = torch.nan
-    common = layer.common([1, 1, 0, 0], [held[0] + 1, held[1] + 1, 0, 0], [*TABLES, [0] * 4, [0] * 4], tokens=4)
+    common = layer.common([1, 1, 0, 0], [lengths[0] + 1, lengths[1] + 1, 0, 0], [*TABLES, [0] * 4, [0] * 4], tokens=4)
     metadata = layer.builder.build(0, common)
     assert metadata.step.parts[0].cache_seqlens.data_ptr() == common.seq_lens.data_ptr()  # graphs read vLLM's buffers
     assert metadata.step.parts[0].cu_seqlens.data_ptr() == common.query_start_loc.data_ptr()
@@ -160,8 +160,8 @@ class Waits(TorchDispatchMode):
 def test_nothing_waits_for_a_gpu(tmp_path, monkeypatch):
     """What the plugin does around an append and attention, which do not wait on a GPU, and the gather of a context."""
     layer = Layer(tmp_path)
-    held = step(layer, [60, 200], [0, 0], TABLES, 0)[2]
-    metadata = layer.builder.build(0, layer.common([1, 70], [held[0] + 1, held[1] + 70], TABLES))
+    lengths = step(layer, [60, 200], [0, 0], TABLES, 0)[2]
+    metadata = layer.builder.build(0, layer.common([1, 70], [lengths[0] + 1, lengths[1] + 70], TABLES))
     calls = []
     monkeypatch.setattr(ops, "run_append", lambda name, pages, x, rope, options: calls.append(len(x)))
     monkeypatch.setattr(ops, "run_attention", lambda name, q, *rest: (calls.append(len(q)) or q[..., :RANK], None))
@@ -185,8 +185,8 @@ def test_nothing_waits_for_a_gpu(tmp_path, monkeypatch):
 def test_kernels_are_run_once_at_the_start(tmp_path, monkeypatch):
     layer, calls = Layer(tmp_path), []
     append, attend = ops.run_append, ops.run_attention
-    monkeypatch.setattr(ops, "run_append", lambda *given: calls.append(len(given[2])) or append(*given))
-    monkeypatch.setattr(ops, "run_attention", lambda *given: calls.append(-len(given[1])) or attend(*given))
+    monkeypatch.setattr(ops, "run_append", lambda *arguments: calls.append(len(arguments[2])) or append(*arguments))
+    monkeypatch.setattr(ops, "run_attention", lambda *arguments: calls.append(-len(arguments[1])) or attend(*arguments))
     layer.impl.warm_up(torch.device("cpu"), torch.bfloat16, 3)
     assert calls == [1, 1, -1, 2, 2, -2, 3, 3, -3, 4, 4, 8, 8, 16, 16]
     assert layer.impl.engine_layer.pool is None and (layer.cache == 0x7F).all()
@@ -196,7 +196,7 @@ def test_without_a_checkpoint(tmp_path, monkeypatch):
     """All channels count as equally large, and a warning says so. While vLLM measures memory nothing is written."""
     warnings = []
     monkeypatch.setattr(
-        "fp8attn.integrations.engine.static.logger.warning", lambda text, *given: warnings.append(text % given)
+        "fp8attn.integrations.engine.static.logger.warning", lambda text, *values: warnings.append(text % values)
     )
     monkeypatch.setattr("fp8attn.integrations.vllm.latent.attention_module", lambda name: "7.self_attn")
     assert Layer(tmp_path / "other").impl.engine_layer.format.factor is None and not warnings
@@ -267,12 +267,12 @@ def config(**changes):
         has_piecewise_cudagraphs=lambda: True,
         splitting_ops_contain_kv_cache_update=lambda: changes.get("splits", True),
     )
-    made = good(use_mla=True, **changes)
-    made.model_config.hf_text_config = space.hf_text_config
-    made.attention_config = made.compilation_config = space
+    configuration = good(use_mla=True, **changes)
+    configuration.model_config.hf_text_config = space.hf_text_config
+    configuration.attention_config = configuration.compilation_config = space
     space.pass_config = space.cudagraph_mode = space
-    made.parallel_config.prefill_context_parallel_size = changes.get("prefill_context_parallel_size", 1)
-    return made
+    configuration.parallel_config.prefill_context_parallel_size = changes.get("prefill_context_parallel_size", 1)
+    return configuration
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def run(folder, ours=True, **options):
 
 @pytest.fixture(scope="module")
 def exact(folder):
-    """An engine of vLLM's own, with latents in BF16."""
+    """An engine of vLLM's factors, with latents in BF16."""
     return run(folder, ours=False)
 
 
@@ -52,11 +52,11 @@ def whole(folder):
     return run(folder)
 
 
-def nats(found, expected):
+def nats(result, expected):
     """The mean difference of log-probabilities: of prompts, and of answers where both have made the same tokens."""
-    prompts = torch.tensor(list(chain(*found["logprobs"]))) - torch.tensor(list(chain(*expected["logprobs"])))
+    prompts = torch.tensor(list(chain(*result["logprobs"]))) - torch.tensor(list(chain(*expected["logprobs"])))
     answers = []
-    for one, other in zip(chain(*found["answers"]), chain(*expected["answers"]), strict=True):
+    for one, other in zip(chain(*result["answers"]), chain(*expected["answers"]), strict=True):
         for token, same, x, y in zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True):
             if token != same:
                 break
@@ -68,7 +68,7 @@ def nats(found, expected):
 
 
 def test_a_prompt_is_exact_and_an_answer_close(exact, whole):
-    """A whole prompt attends in 16 bits to its own tokens, as in vLLM's engine; a decode to the pages."""
+    """A whole prompt attends in 16 bits to its factors tokens, as in vLLM's engine; a decode to the pages."""
     prompts, answers = nats(whole, exact)
     assert prompts == 0.0 and 0.0 < answers < 0.05
     assert whole["answers"][0] == whole["answers"][1]
@@ -77,16 +77,16 @@ def test_a_prompt_is_exact_and_an_answer_close(exact, whole):
 @pytest.mark.parametrize("options", [{}, {"block_size": 256}], ids=["128", "256"])
 def test_chunks_and_prefix_caching(folder, exact, options):
     """Chunks and hits of the prefix cache read the tokens before them from the pages, in blocks of one page or two."""
-    found = run(folder, max_num_batched_tokens=256, enable_prefix_caching=True, reload=True, **options)
-    prompts, answers = nats(found, exact)
+    ours = run(folder, max_num_batched_tokens=256, enable_prefix_caching=True, reload=True, **options)
+    prompts, answers = nats(ours, exact)
     assert 0.0 < prompts < 0.05 and 0.0 < answers < 0.05
     size = options.get("block_size", 128)
-    first, again = ([one["cached"] for one in answer] for answer in found["answers"])
+    first, again = ([one["cached"] for one in answer] for answer in ours["answers"])
     assert first == [0] * len(LENGTHS) and again == [(length - 1) // size * size for length in LENGTHS]
     # After the weights have been reloaded, too, with the factor at its address.
-    own = {name: address for name, address in found["buffers"].items() if name.endswith("fp8attn_factor")}
-    assert len(own) == 2 and own.items() <= found["again"]["buffers"].items()
-    assert nats({"answers": found["answers"], "logprobs": found["again"]["logprobs"]}, exact)[0] < 0.05
+    factors = {name: address for name, address in ours["buffers"].items() if name.endswith("fp8attn_factor")}
+    assert len(factors) == 2 and factors.items() <= ours["again"]["buffers"].items()
+    assert nats({"answers": ours["answers"], "logprobs": ours["again"]["logprobs"]}, exact)[0] < 0.05
 
 
 def save_draft_layer(folder):
@@ -106,7 +106,7 @@ def save_draft_layer(folder):
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 def test_drafts(folder, exact, method):
-    """Drafts of the model's own draft layer, which has pages, too, and of n-grams: several tokens of a request are
+    """Drafts of the model's factors draft layer, which has pages, too, and of n-grams: several tokens of a request are
     verified by absorbed queries.
     """
     speculation = {"method": method, "num_speculative_tokens": 3}

@@ -41,7 +41,7 @@ from .backend import FP8AttentionBackend
 from .impl import LayerPages
 from .metadata import FP8AttentionMetadataBuilder, parts_of, step_of_draft
 from .options import attention_module, config_options
-from .specs import LATENTS, of_pages
+from .specs import LATENT_PAGES, of_pages
 from .supported import unsupported_config, unsupported_latents, unsupported_layer
 
 _SHAPE = (  # arguments of an impl that `MLACommonImpl` takes, too
@@ -73,7 +73,7 @@ class FP8LatentBackend(FP8AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(LATENTS)
+        return list(LATENT_PAGES)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -89,7 +89,7 @@ class FP8LatentBackend(FP8AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        return of_pages(spec, LATENTS[spec.head_size])
+        return of_pages(spec, LATENT_PAGES[spec.head_size])
 
 
 @dataclass
@@ -161,13 +161,13 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         config = get_current_vllm_config()
         self.options = config_options(config.additional_config)
         shape = {name: latents.pop(name) for name in _SHAPE}
-        self.pages = PageSpec.latent(shape["kv_lora_rank"], shape["qk_rope_head_dim"])
+        self.spec = PageSpec.latent(shape["kv_lora_rank"], shape["qk_rope_head_dim"])
         others = latents | {
             "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
         }  # fmt: skip
-        reason = unsupported_config(config, self.options, latents=True) or unsupported_latents(self.pages)
-        reason = reason or unsupported_layer(self.pages, kv_cache_dtype, attn_type, alibi_slopes, others)
+        reason = unsupported_config(config, self.options, latents=True) or unsupported_latents(self.spec)
+        reason = reason or unsupported_layer(self.spec, kv_cache_dtype, attn_type, alibi_slopes, others)
         if reason is not None:
             raise UsageError(f"fp8attn cannot serve this model: {reason}")
         super().__init__(
@@ -185,7 +185,7 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             )
         model = self._config.model_config
         return EngineLayer(
-            self.num_heads, 1, self.pages, options=self.options, device=layer._k_scale.device,
+            self.num_heads, 1, self.spec, options=self.options, device=layer._k_scale.device,
             static=latent_state(model.model, model.revision, attention_module(layer.layer_name)),
             softmax_scale=self.scale, name=layer.layer_name,
         )  # fmt: skip
@@ -219,19 +219,19 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             self._append(part, kv_c_normed[part.tokens, None], k_pe[part.tokens])
 
     def _append(self, part: StepPart, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        pages = self._pages(part)
+        pages = self._pages_of(part)
         name = resolve("auto", latent, pages.format.name)
         ops.run_append(name, pages, latent, rope, Append(part.cu_seqlens, part.max_seqlen, advance=False))
 
     def _attend(self, part: StepPart, q: torch.Tensor) -> torch.Tensor:
         """`[T, num_heads, rank]` of absorbed queries `[T, num_heads, rank + rope]`."""
-        pages = self._pages(part)
+        pages = self._pages_of(part)
         name = resolve("auto", q, pages.format.name)
         return ops.run_attention(
             name, q, pages, AttentionParams(part.cu_seqlens, part.max_seqlen, True, self.scale)
         )[0]  # fmt: skip
 
-    def _pages(self, part: StepPart) -> KVPages:
+    def _pages_of(self, part: StepPart) -> KVPages:
         layer = self.engine_layer
         assert layer is not None
         return KVPages.trusted(layer.pool, part.page_table, part.cache_seqlens, layer.format)

@@ -28,7 +28,7 @@ BACKEND_IS_ASKED = "state_content_bytes" in {field.name for field in fields(Atte
 
 
 # vLLM's latent attention has these numbers of channels, and its spec has only their sum: of the latent and of RoPE.
-LATENTS = {rank + rope: PageSpec.latent(rank, rope) for rank, rope in ((512, 64), (256, 64), (512, 0))}
+LATENT_PAGES = {rank + rope: PageSpec.latent(rank, rope) for rank, rope in ((512, 64), (256, 64), (512, 0))}
 
 
 def of_pages(spec: Any, pages: PageSpec) -> Any:

@@ -14,7 +14,7 @@ from ...formats.spec import PageSpec
 from ..engine.options import Options
 from . import LATENT_NAME, NAME
 from .connectors import exchanges_blocks, unsupported_connector
-from .specs import BACKEND_IS_ASKED, LATENTS
+from .specs import BACKEND_IS_ASKED, LATENT_PAGES
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -25,10 +25,10 @@ _SPARSE = (
 )
 _DCP = "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
 _PCP = "a prompt is divided over GPUs (--prefill-context-parallel-size); use --tensor-parallel-size"
-_LATENTS = f"it caches latents (MLA): pass --attention-backend {LATENT_NAME}, which needs vLLM 0.32 or newer"
+_CACHES_LATENTS = f"it caches latents (MLA): pass --attention-backend {LATENT_NAME}, which needs vLLM 0.32 or newer"
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
-    "MLA not supported": _LATENTS,
+    "MLA not supported": _CACHES_LATENTS,
     "non-MLA not supported": f"a layer caches keys and values, and {LATENT_NAME} is for latents: pass "
     f"--attention-backend {NAME}",
     "sparse not supported": _SPARSE,
@@ -86,7 +86,7 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
     if latents and (reason := _unsupported_beside_latents(config, options)) is not None:
         return reason
     if model.use_mla and not latents:
-        return _LATENTS
+        return _CACHES_LATENTS
     if model.dtype not in DTYPES:
         return _DTYPE
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
@@ -126,9 +126,9 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
 
 def unsupported_latents(pages: PageSpec) -> str | None:
     """Why latents of this shape cannot be served, or None."""
-    if pages in LATENTS.values():
+    if pages in LATENT_PAGES.values():
         return None
-    shapes = ", ".join(" + ".join(map(str, spec.widths)) for spec in LATENTS.values())
+    shapes = ", ".join(" + ".join(map(str, spec.widths)) for spec in LATENT_PAGES.values())
     return (
         f"its latents and their keys with RoPE have {' + '.join(map(str, pages.widths))} channels, and fp8attn in vLLM "
         f"takes {shapes}; leave out --attention-backend"
