@@ -244,9 +244,10 @@ def chosen(name, **changes):
         ({"use_sparse": True}, r"sparse \(DeepSeek V3.2, GLM 5\)"),
         ({"use_dcp": True}, "--decode-context-parallel-size"),
         ({"use_pcp": True}, "--prefill-context-parallel-size"),
-        ({"use_mla": False}, "caches keys and values, .* --attention-backend FP8ATTN$"),
-        ({"kv_cache_dtype": "auto"}, "kv_cache_dtype not supported"),
-        ({"use_batch_invariant": True}, "batch invariance not supported"),
+        ({"use_mla": False}, "caches keys and values, .* --attention-backend FP8ATTN, with a draft model that caches"),
+        ({"kv_cache_dtype": "auto"}, "pass --kv-cache-dtype fp8"),
+        ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT=1 .* leave it out"),
+        ({"head_size": 160}, r"must have 512 \+ 64, 256 \+ 64, 512 \+ 0 channels"),
         ({"has_sliding_window": True}, "sliding window not supported"),
         ({"block_size": 64}, "leave out --block-size"),
     ],
@@ -306,9 +307,7 @@ def test_batch_invariance_is_refused(monkeypatch):
 
 def test_layers_that_are_refused(tmp_path, monkeypatch):
     assert unsupported_latents(PageSpec.latent(256, 64)) is None
-    assert "have 448 + 64 channels, and fp8attn in vLLM takes 512 + 64," in unsupported_latents(
-        PageSpec.latent(448, 64)
-    )
+    assert "have 448 + 64 channels, and must have 512 + 64," in unsupported_latents(PageSpec.latent(448, 64))
     layer = Layer(tmp_path)
     shape = {"q_lora_rank": None, "kv_lora_rank": RANK, "qk_nope_head_dim": 32, "qk_rope_head_dim": ROPE}
     shape |= {"qk_head_dim": 32 + ROPE, "v_head_dim": V, "kv_b_proj": layer.layer.kv_b_proj}

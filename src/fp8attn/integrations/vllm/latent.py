@@ -42,7 +42,7 @@ from .impl import LayerPages
 from .metadata import FP8AttentionMetadataBuilder, parts_of, step_of_draft
 from .options import attention_module, config_options
 from .specs import LATENT_PAGES, of_pages
-from .supported import unsupported_config, unsupported_latents, unsupported_layer
+from .supported import WHAT_TO_DO_WITH_LATENTS, unsupported_config, unsupported_latents, unsupported_layer
 
 _SHAPE = (  # arguments of an impl that `MLACommonImpl` takes, too
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
@@ -86,6 +86,11 @@ class FP8LatentBackend(FP8AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return False
+
+    @classmethod
+    def validate_configuration(cls, **options: Any) -> list[str]:
+        """The reasons why these options are not supported. vLLM prints them and does not start."""
+        return [WHAT_TO_DO_WITH_LATENTS.get(reason, reason) for reason in super().validate_configuration(**options)]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

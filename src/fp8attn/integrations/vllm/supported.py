@@ -30,7 +30,7 @@ WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
     "MLA not supported": _CACHES_LATENTS,
     "non-MLA not supported": f"a layer caches keys and values, and {LATENT_NAME} is for latents: pass "
-    f"--attention-backend {NAME}",
+    f"--attention-backend {NAME}, with a draft model that caches what the model caches",
     "sparse not supported": _SPARSE,
     "DCP not supported": _DCP,
     "PCP not supported": _PCP,
@@ -40,6 +40,18 @@ WHAT_TO_DO = {  # instead of vLLM's own words
     ),
     "block_size not supported": f"a block must have a multiple of {PAGE_SIZE} tokens: leave out --block-size, or pass "
     f"{PAGE_SIZE}",
+}
+
+_SHAPES = ", ".join(" + ".join(map(str, pages.widths)) for pages in LATENT_PAGES.values())
+_BATCH = (
+    "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch, and attention over latents has none; "
+    "leave it out"
+)
+WHAT_TO_DO_WITH_LATENTS = {
+    "head_size not supported": f"its latents and their keys with RoPE must have {_SHAPES} channels; leave out "
+    f"--attention-backend",
+    "kv_cache_dtype not supported": "pass --kv-cache-dtype fp8",
+    "batch invariance not supported": _BATCH,
 }
 
 # vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it
@@ -128,10 +140,9 @@ def unsupported_latents(pages: PageSpec) -> str | None:
     """Why latents of this shape cannot be served, or None."""
     if pages in LATENT_PAGES.values():
         return None
-    shapes = ", ".join(" + ".join(map(str, spec.widths)) for spec in LATENT_PAGES.values())
     return (
-        f"its latents and their keys with RoPE have {' + '.join(map(str, pages.widths))} channels, and fp8attn in vLLM "
-        f"takes {shapes}; leave out --attention-backend"
+        f"its latents and their keys with RoPE have {' + '.join(map(str, pages.widths))} channels, and must have "
+        f"{_SHAPES}; leave out --attention-backend"
     )
 
 
@@ -145,10 +156,7 @@ def _unsupported_beside_latents(config: Any, options: Options) -> str | None:
     if options.key_dtype != DEFAULT_KEY_DTYPE:
         return f"it caches latents, which are in INT8: leave out the option key_dtype {options.key_dtype!r}"
     if is_batch_invariant():
-        return (
-            "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch, and attention over latents has "
-            "none; leave it out"
-        )
+        return _BATCH
     if model.is_hybrid:
         return (
             "it has linear attention layers beside latents, with which fp8attn was not tried; leave out "
