@@ -70,9 +70,9 @@ def register() -> None:
     _show_messages()
     register_backend(AttentionBackendEnum.CUSTOM, path)
     if takes_names:
-        for name, one in ((NAME, path), (LATENT_NAME, latents)):
+        for name, backend in ((NAME, path), (LATENT_NAME, latents)):
             # A name can be made once, and replaced any time.
-            register_backend(AttentionBackendEnum.__members__.get(name, name), one)
+            register_backend(AttentionBackendEnum.__members__.get(name, name), backend)
         copyreg.pickle(AttentionBackendEnum, _pickled)
     if not current_platform.is_cpu():
         return
@@ -80,9 +80,9 @@ def register() -> None:
     if on_cpu:
         if reason is not None:
             raise RuntimeError(reason)
-        for name, one in (("CPU_ATTN", path), ("CPU_MLA", latents), ("AMX_MLA", latents)):
+        for name, backend in (("CPU_ATTN", path), ("CPU_MLA", latents), ("AMX_MLA", latents)):
             if name in AttentionBackendEnum.__members__:
-                register_backend(AttentionBackendEnum[name], one)
+                register_backend(AttentionBackendEnum[name], backend)
     _say_what_cpus_use(on_cpu)
 
 

@@ -232,9 +232,8 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         """`[T, num_heads, rank]` of absorbed queries `[T, num_heads, rank + rope]`."""
         pages = self._pages_of(part)
         name = resolve("auto", q, pages.format.name)
-        return ops.run_attention(
-            name, q, pages, AttentionParams(part.cu_seqlens, part.max_seqlen, True, self.scale)
-        )[0]  # fmt: skip
+        params = AttentionParams(part.cu_seqlens, part.max_seqlen, True, self.scale)
+        return ops.run_attention(name, q, pages, params)[0]
 
     def _pages_of(self, part: StepPart) -> KVPages:
         layer = self.engine_layer
@@ -278,12 +277,12 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             expanded = self.kv_b_proj(latent)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
             nope, v = expanded.split([self.qk_nope_head_dim, self.v_head_dim], -1)
             k = self._concat_k_nope_k_pe(nope, rope.unsqueeze(1))
-            one = backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
+            attended = backend.run_prefill_context_chunk(chunk=chunk, q=q[chunk.token_slice], k=k, v=v)
             if output is None:
                 if len(context.chunks) == 1 and not context.empty_token_slices:
-                    return one
-                output, lse = init_mla_context_partial(context, *one, num_tokens=len(q))
-            accumulate_mla_context_chunk(chunk, *one, output, lse)
+                    return attended
+                output, lse = init_mla_context_partial(context, *attended, num_tokens=len(q))
+            accumulate_mla_context_chunk(chunk, *attended, output, lse)
         assert output is not None and lse is not None, "a step without context does not come here"
         return output, lse
 
@@ -297,16 +296,15 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         """
         layer = self.engine_layer
         assert layer is not None and layer.pool is not None, "tokens were appended before"
-        stored, factor = latent_of(layer.pool, layer.format.layout), layer.format.factor
-        codes, rope, scales = (x[:, 0] for x in stored)
+        codes, rope, scales = (x[:, 0] for x in latent_of(layer.pool, layer.format.layout))
         first = chunk.starts - chunk.cu_seq_lens[:-1]  # the position of a chunk's token 0, if it were of this sequence
         for begin in range(0, len(out), CONTEXT_BLOCK):
             seq = chunk.token_to_seq[begin : begin + CONTEXT_BLOCK].long()
             position = first[seq] + torch.arange(begin, begin + len(seq), device=seq.device)
             page, row = table[seq, position // PAGE_SIZE].long(), position % PAGE_SIZE
             part = out[begin : begin + len(seq)]
-            latent = restore(codes[page, row].float() * scales[page, row, None], None, factor)
-            part[:, : self.kv_lora_rank] = latent
+            latent = codes[page, row].float() * scales[page, row, None]
+            part[:, : self.kv_lora_rank] = restore(latent, None, layer.format.factor)
             part[:, self.kv_lora_rank :] = rope[page, row]
 
     def warm_up(self, device: torch.device, dtype: torch.dtype, most: int) -> None:
