@@ -105,7 +105,10 @@ def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
     """vLLM makes blocks of layers of other shapes equally large, by their tokens if the bytes divide; a block with a
     gap has no pages.
     """
-    from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
+    try:
+        from vllm.v1.core.kv_cache_planning import unify_kv_cache_spec_page_size  # from vLLM 0.33
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import unify_kv_cache_spec_page_size
 
     window = SlidingWindowSpec(**PLAIN | {"num_kv_heads": window_heads, "head_size": 256}, sliding_window=1024)
     full = FullAttentionSpec(**PLAIN | {"num_kv_heads": heads, "head_size": 512})
