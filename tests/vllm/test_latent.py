@@ -19,7 +19,6 @@ from fp8attn import PageSpec, UsageError, ops
 from fp8attn.integrations.engine import Options
 from fp8attn.integrations.vllm import LATENT_NAME, register, supported
 from fp8attn.integrations.vllm.latent import FP8LatentBackend
-from fp8attn.integrations.vllm.options import attention_module
 from fp8attn.integrations.vllm.supported import unsupported_config, unsupported_latents
 from tests.vllm.latents import HEADS, LAYER, RANK, ROPE, Layer, V
 from tests.vllm.test_plugin import connected, good
@@ -72,11 +71,9 @@ def test_a_layers_steps(tmp_path, rank, rope):
         assert error_of(layer, output, new, TABLES, lengths, decodes) < CLOSE
         for seq, one in enumerate(new):
             tokens[seq].append(one)
-    format = layer.impl.engine_layer.format
-    assert torch.equal(format.factor, torch.tensor([[0.5, 1.0, 2.0, 1.0]])[:, : rank // 128])
     for seq, parts in enumerate(tokens):
         _, latent, key = map(torch.cat, zip(*parts, strict=True))
-        whole = fp8attn.KVPages.empty(4, 1, PageSpec.latent(rank, rope), 1, 4, factor=format.factor)
+        whole = fp8attn.KVPages.empty(4, 1, PageSpec.latent(rank, rope), 1, 4)
         fp8attn.append(whole, latent[:, None], key[:, None])
         written = whole.with_pool(layer.impl.engine_layer.pool[TABLES[seq]])
         for x, y in zip(written.read(0, lengths[seq]), whole.read(0, lengths[seq]), strict=True):
@@ -190,33 +187,6 @@ def test_kernels_are_run_once_at_the_start(tmp_path, monkeypatch):
     layer.impl.warm_up(torch.device("cpu"), torch.bfloat16, 3)
     assert calls == [1, 1, -1, 2, 2, -2, 3, 3, -3, 4, 4, 8, 8, 16, 16]
     assert layer.impl.engine_layer.pool is None and (layer.cache == 0x7F).all()
-
-
-def test_without_a_checkpoint(tmp_path, monkeypatch):
-    """All channels count as equally large, and a warning says so. While vLLM measures memory nothing is written."""
-    warnings = []
-    monkeypatch.setattr(
-        "fp8attn.integrations.engine.static.logger.warning", lambda text, *values: warnings.append(text % values)
-    )
-    monkeypatch.setattr("fp8attn.integrations.vllm.latent.attention_module", lambda name: "7.self_attn")
-    assert Layer(tmp_path / "other").impl.engine_layer.format.factor is None and not warnings
-    (tmp_path / "empty").mkdir()
-    from fp8attn.integrations.engine.static import latent_state
-
-    assert latent_state(str(tmp_path / "empty"), None, "1.self_attn").factor is None
-    assert len(warnings) == 1 and "no safetensors files" in warnings[0]
-    assert attention_module("language_model.model.layers.12.self_attn.0.attn") == "12.self_attn.0"
-
-
-def test_buffers_outlive_new_weights(tmp_path):
-    layer = Layer(tmp_path)
-    buffers = dict(layer.layer.named_buffers())
-    factor = buffers["fp8attn_factor"]
-    assert factor.data_ptr() == layer.impl.engine_layer.format.factor.data_ptr()
-    expected = factor.clone()
-    factor.zero_()
-    layer.impl.process_weights_after_loading(torch.bfloat16)
-    assert torch.equal(factor, expected)
 
 
 # What is refused

@@ -62,14 +62,6 @@ def to_rope(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp(-MOST_ROPE, MOST_ROPE).half()  # BF16 has no 65,504
 
 
-def factor_of(weight: torch.Tensor) -> torch.Tensor:
-    """How large the blocks of a latent are `[1, rank / 128]` float32, by the weight `[rank]` of the norm that makes it.
-    It is one for a block whose weight does not say. It does not wait for the GPU.
-    """
-    factor = weight.detach().float().unflatten(0, (-1, BLOCK)).square().mean(-1).sqrt()
-    return torch.where(factor.isfinite() & (factor > 0), factor, 1.0)[None]
-
-
 def channels(factor: torch.Tensor) -> torch.Tensor:
     """The factor of each channel `[..., rank]`, from those of blocks `[..., rank / 128]`."""
     return factor.repeat_interleave(BLOCK, -1)

@@ -1,6 +1,4 @@
-"""What is static in the pages of a layer: a calibration's scales and means, the means of biases, and the factor of
-latents.
-"""
+"""What is static in the pages of a layer: a calibration's scales and means, and the means of biases."""
 
 from dataclasses import replace
 
@@ -12,14 +10,12 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8attn import KVScales, LayerScales, UsageError
-from fp8attn.formats.latent import factor_of
 from fp8attn.formats.rotation import rotate
 from fp8attn.integrations.engine import Options, ServedModel, StaticState, static_state
 from fp8attn.integrations.engine.biases import means_digest, means_of
-from fp8attn.integrations.engine.static import latent_state
 from fp8attn.integrations.transformers.biases import layer_biases
 
-from .models import SIZES, deepseek_v3, quantized, qwen2
+from .models import SIZES, quantized, qwen2
 
 
 def of_layer(options, number, heads, num_layers=3):
@@ -33,9 +29,9 @@ def test_a_calibration_of_the_heads_of_a_rank(tmp_path):
     layers = {i: LayerScales(k_scale / 127, torch.full((4,), 3.0), mean + 100 * i, torch.zeros(4, 64)) for i in (0, 2)}
     KVScales(layers, num_layers=3, num_kv_heads=4, head_dim=64).save(tmp_path / "scales.safetensors")
     options = Options(str(tmp_path / "scales.safetensors"))
-    k, v, scales, factor = of_layer(options, 2, slice(2, 4))
-    assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any() and scales is None and factor is None
-    k, v, scales, _ = of_layer(replace(options, static_scales=True), 2, slice(2, 4))
+    k, v, scales = of_layer(options, 2, slice(2, 4))
+    assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any() and scales is None
+    k, v, scales = of_layer(replace(options, static_scales=True), 2, slice(2, 4))
     assert torch.equal(k, rotate(mean[2:] + 200)) and not v.any()
     torch.testing.assert_close(
         scales, torch.tensor([[3 / 127, 4.0], [4 / 127, 4.0]])
@@ -69,21 +65,6 @@ def test_a_layer_has_both_means_or_none(tmp_path):
     found = static_state(Options(), served, 1, heads, model.config.hidden_size // model.config.num_attention_heads)
     assert torch.equal(found.stored_k_mean, rotate(layer_biases(model, 1024)[1].k_mean))
     assert found.v_mean is not None and found.v_mean.shape == found.stored_k_mean.shape and not found.v_mean.any()
-
-
-def test_latents_have_the_factor_of_the_norm_that_makes_them(tmp_path, caplog):
-    """Of an attention module by its name from the layer's index on, as LongCat has two in a layer."""
-    model = deepseek_v3()
-    model.save_pretrained(tmp_path / "deepseek", max_shard_size="1MB")
-    folder = str(tmp_path / "deepseek")
-    for index in range(2):
-        expected = factor_of(model.model.layers[index].self_attn.kv_a_layernorm.weight)
-        assert torch.equal(expected, torch.tensor([[0.5, 1.0, 2.0, 1.0]]))
-        assert torch.equal(latent_state(folder, None, f"{index}.self_attn").factor, expected)
-    assert latent_state(folder, None, "0.self_attn.1") == StaticState() and not caplog.records
-    assert latent_state("an/unknown-model", None, "0.self_attn") == StaticState()
-    (record,) = caplog.records
-    assert "the norms of an/unknown-model's latents cannot be read" in record.getMessage()
 
 
 def test_models_without_biases_that_can_be_read_have_no_means(tmp_path, caplog):

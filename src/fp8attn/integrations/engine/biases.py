@@ -56,8 +56,8 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
         context: positions over which K's bias is averaged.
     """
     try:
-        folder = folder_of(model, revision)
-        if not tensors_of(folder, _BIAS):
+        folder = _folder(model, revision)
+        if not _tensors(folder, _BIAS):
             return {}
         biases = layer_biases(_attention_of(folder), context)
     # A RuntimeError is of tensors of other shapes than the config says.
@@ -95,19 +95,18 @@ def means_digest(model: str, revision: str | None, context: int) -> bytes:
     if not means:
         return b""
     digest = hashlib.sha256(str(context).encode())
-    for name, bias in sorted(tensors_of(folder_of(model, revision), _BIAS).items()):
+    for name, bias in sorted(_tensors(_folder(model, revision), _BIAS).items()):
         digest.update(name.encode() + bias.contiguous().view(torch.uint8).numpy().tobytes())
     for index, kind, mean in means:  # which channels have one depends on the weights, too
         digest.update(f"{index}{kind}".encode() + (mean != 0).numpy().tobytes())
     return digest.digest()
 
 
-def folder_of(model: str, revision: str | None) -> Path:
-    """The folder of a model, or of an id in the cache of the Hugging Face Hub."""
+def _folder(model: str, revision: str | None) -> Path:
     return Path(model if Path(model).is_dir() else snapshot_download(model, revision=revision, local_files_only=True))
 
 
-def tensors_of(folder: Path, names: re.Pattern[str]) -> dict[str, torch.Tensor]:
+def _tensors(folder: Path, names: re.Pattern[str]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint with these names, in its safetensors files: those of its index, or all.
 
     Raises:
@@ -132,7 +131,7 @@ def _attention_of(folder: Path) -> nn.Module:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    tensors = {name: x for name, x in tensors_of(folder, _READ).items() if x.dtype in PLAIN}
+    tensors = {name: x for name, x in _tensors(folder, _READ).items() if x.dtype in PLAIN}
     model.load_state_dict(tensors, strict=False, assign=True)
     for name, module in list(model.named_modules()):
         parent, _, attribute = name.rpartition(".")

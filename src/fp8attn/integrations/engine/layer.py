@@ -4,8 +4,6 @@ step.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ... import ops
@@ -67,20 +65,17 @@ class EngineLayer:
         self.softmax_scale = spec.k_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.batch_invariant = batch_invariant
-        stored_k_mean, v_mean, self.page_scales, factor = (
+        stored_k_mean, v_mean, self.page_scales = (
             None if x is None else torch.empty_like(x, device=device) for x in static
         )
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
-        self.format = replace(
-            KVFormat.of(spec, options.key_dtype, True), stored_k_mean=stored_k_mean, v_mean=v_mean, factor=factor
-        )
+        self.format = KVFormat.of(spec, options.key_dtype, True).with_means(stored_k_mean, v_mean)
         self.write_static()
 
     def write_static(self) -> None:
         """Write what is static, again after an engine has discarded it."""
-        format = self.format
         for tensor, value in zip(
-            (format.stored_k_mean, format.v_mean, self.page_scales, format.factor), self.static, strict=True
+            (self.format.stored_k_mean, self.format.v_mean, self.page_scales), self.static, strict=True
         ):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
@@ -88,11 +83,7 @@ class EngineLayer:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
-        format = self.format
-        tensors = {
-            "k_mean": format.stored_k_mean, "v_mean": format.v_mean, "page_scales": self.page_scales,
-            "factor": format.factor,
-        }  # fmt: skip
+        tensors = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
         return {f"fp8attn_{name}": tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property

@@ -1,23 +1,16 @@
-"""What is static in the pages of a layer: means, calibrated scales, and the factor of latents."""
+"""What is static in the pages of a layer: means, and calibrated scales."""
 
 from __future__ import annotations
 
-import logging
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 
-from ...formats.latent import factor_of
 from ...formats.rotation import rotate
 from ...scales import KVScales
 from .options import Options
-
-logger = logging.getLogger(__name__)
-_NORM = re.compile(r".*\blayers\.(\d+(?:\.\w+)*)\.kv_a_layernorm\.weight")
 
 
 @dataclass(frozen=True)
@@ -45,13 +38,11 @@ class StaticState(NamedTuple):
         stored_k_mean, v_mean: `[num_kv_heads, head_dim]` float32, as `KVPages` has them. Both are None if both are
             zero.
         page_scales: `[num_kv_heads, 2]` float32, the scales of K and V of every page; None: each page has its own.
-        factor: `[1, rank / 128]` float32, of latents (`formats/latent.py`); None: one.
     """
 
     stored_k_mean: torch.Tensor | None = None
     v_mean: torch.Tensor | None = None
     page_scales: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
 
 
 def static_state(options: Options, model: ServedModel, number: int | None, heads: slice, head_dim: int) -> StaticState:
@@ -76,40 +67,6 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
     return _both(
         None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
     )
-
-
-def latent_state(name: str, revision: str | None, module: str) -> StaticState:
-    """What is static in a layer of latents: the factor, from the norm that makes them. Nothing if a checkpoint has no
-    such norm.
-
-    Args:
-        name, revision: of the model, as of `ServedModel`.
-        module: the attention module's name in the checkpoint, from the layer's index on (`3.self_attn`).
-    """
-    weight = _norms(name, revision).get(module)
-    return StaticState(factor=None if weight is None else factor_of(weight))
-
-
-@lru_cache(maxsize=2)  # a model, and its draft model
-def _norms(name: str, revision: str | None) -> dict[str, torch.Tensor]:
-    """The weights of the norms that make latents, by the attention module. Empty if they cannot be read; then a warning
-    has the reason.
-    """
-    from .biases import folder_of, tensors_of  # it needs transformers
-
-    try:
-        norms = tensors_of(folder_of(name, revision), _NORM)
-    except (OSError, ValueError, SafetensorError) as error:
-        norms, reason = {}, str(error)
-    else:
-        reason = "its files have no kv_a_layernorm"
-    if not norms:
-        logger.warning(
-            "fp8attn: the norms of %s's latents cannot be read, so all channels of a latent count as equally large, "
-            "which loses accuracy where they are not. Serve a folder of safetensors files or a model in the cache of "
-            "the Hugging Face Hub: %s", name, reason,
-        )  # fmt: skip
-    return {_NORM.sub(r"\1", key): weight for key, weight in norms.items()}
 
 
 def _both(stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> StaticState:

@@ -28,19 +28,19 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from ... import ops
 from ..._torch_ops import resolve
 from ...errors import UsageError
-from ...formats.latent import restore
 from ...formats.page_layout import PAGE_SIZE, latent_of
+from ...formats.rotation import rotate_back
 from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import Append, AttentionParams
 from ..engine.layer import EngineLayer
-from ..engine.static import latent_state
+from ..engine.static import StaticState
 from ..engine.steps import Step, StepPart
 from . import LATENT_NAME
 from .backend import FP8AttentionBackend
 from .impl import LayerPages
 from .metadata import FP8AttentionMetadataBuilder, parts_of, step_of_draft
-from .options import attention_module, config_options
+from .options import config_options
 from .specs import LATENT_PAGES, of_pages
 from .supported import WHAT_TO_DO_WITH_LATENTS, unsupported_config, unsupported_latents, unsupported_layer
 
@@ -178,8 +178,8 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, **shape
         )
-        self.supports_quant_query_input = False  # absorbed queries arrive in 16 bits
         self._config = config
+        self.supports_quant_query_input = False  # absorbed queries arrive in 16 bits
         self.engine_layer: EngineLayer | None = None  # from when the weights are loaded
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
@@ -188,11 +188,9 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
                 f"fp8attn cannot serve this model: its attention is a {type(layer).__name__}, and fp8attn knows vLLM's "
                 f"MLAAttention; leave out --attention-backend"
             )
-        model = self._config.model_config
         return EngineLayer(
             self.num_heads, 1, self.spec, options=self.options, device=layer._k_scale.device,
-            static=latent_state(model.model, model.revision, attention_module(layer.layer_name)),
-            softmax_scale=self.scale, name=layer.layer_name,
+            static=StaticState(), softmax_scale=self.scale, name=layer.layer_name,
         )  # fmt: skip
 
     def do_kv_cache_update(
@@ -304,7 +302,7 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             page, row = table[seq, position // PAGE_SIZE].long(), position % PAGE_SIZE
             part = out[begin : begin + len(seq)]
             latent = codes[page, row].float() * scales[page, row, None]
-            part[:, : self.kv_lora_rank] = restore(latent, None, layer.format.factor)
+            part[:, : self.kv_lora_rank] = rotate_back(latent)
             part[:, self.kv_lora_rank :] = rope[page, row]
 
     def warm_up(self, device: torch.device, dtype: torch.dtype, most: int) -> None:

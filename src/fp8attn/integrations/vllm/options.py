@@ -27,13 +27,6 @@ def config_options(additional_config: Any) -> Options:
     return Options.of(additional_config.get("fp8attn", {}), "additional_config['fp8attn']")
 
 
-def attention_module(layer_name: str) -> str:
-    """The attention module of vLLM's name of a layer, from the layer's index on: `3.self_attn` of
-    `model.layers.3.self_attn.attn`.
-    """
-    return layer_name.rpartition("layers.")[2].removesuffix(".attn")
-
-
 def layer_number(layer_name: str) -> int | None:
     """The number in vLLM's name of a layer, such as `model.layers.3.self_attn.attn`."""
     number = re.search(r"layers\.(\d+)\.", layer_name)
