@@ -66,7 +66,12 @@ def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     drawn = {}
     finish = pictures.finish
-    monkeypatch.setattr(pictures, "finish", lambda *arguments: [drawn.update(figure=arguments[1]), finish(*arguments)])
+
+    def note(name, figure, *rest, **options):
+        drawn["figure"] = figure
+        finish(name, figure, *rest, **options)
+
+    monkeypatch.setattr(pictures, "finish", note)
     pictures.PLOTS[name]()
     assert (tmp_path / "h200" / f"{name}.png").stat().st_size > 10_000
     above, *_, last = (axes for axes in drawn["figure"].axes if axes.get_visible() and axes.has_data())
