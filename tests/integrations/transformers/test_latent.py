@@ -253,6 +253,8 @@ SPARSE = ("deepseek_v32", "axk2", "glm_moe_dsa", "glm5_next", "mistral_large4", 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_models_are_refused_by_name(name):
     """Each query has keys of its own, which a function that overlooks `indices` would not see."""
+    if name not in transformers.CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it yet")
     reason = unsupported_reason(transformers.CONFIG_MAPPING[name]())
     assert reason.startswith(f"'{name}") and "has sparse latent attention: it chooses the keys of each query" in reason
 
