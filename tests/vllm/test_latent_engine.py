@@ -88,13 +88,11 @@ def test_chunks_and_prefix_caching(folder, exact, options):
 
 
 def test_sleep(folder):
-    """The factor survives both levels as a buffer, at its address. Blocks are discarded, and computed again."""
+    """Of both levels. Blocks are discarded, and computed again."""
     result = run(folder, max_num_batched_tokens=256, enable_prefix_caching=True, sleep=True)
     assert sorted(result["awake"]) == ["1", "2"]
     for awake in result["awake"].values():
         assert awake["logprobs"] == result["logprobs"] and awake["answers"] == result["answers"]
-    buffers = [awake["buffers"] for awake in result["awake"].values()]
-    assert buffers[0] == buffers[1] and sum(name.endswith("fp8attn_factor") for name in buffers[0]) == 2
 
 
 def save_draft_layer(folder):
