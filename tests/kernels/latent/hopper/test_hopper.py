@@ -22,7 +22,7 @@ LOOPS = {
     },
     "3.6": {
         "two digits": ((172, 0), (402, 0)), "two digits, drafts": ((172, 0), (474, 0)),
-        "one digit": ((340, 2), (506, 0)), "one digit, drafts": ((340, 2), (652, 4)),
+        "one digit": ((340, 2), (506, 0)), "one digit, drafts": ((340, 2), (658, 4)),
     },
 }  # fmt: skip
 CASES = LOOPS.get(triton.__version__.rpartition(".")[0], {})
