@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rows import latest, ratio
+from ..rows import header, latest, ratio
 from .writing import block, number, table, value
 
 LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
@@ -32,6 +32,18 @@ def latent() -> str:
         )
     head = [f"{title}; us a step", *LATENT.values(), "over vLLM's FP8", "over BF16"]
     return table([*head, *(f"{name}: error, %, at mean 0 / 0.3 / 1" for name in LATENT.values())], body)
+
+
+@block("latent")
+def latent_errors() -> str:
+    """The largest errors in a long batch, for README."""
+    title, rows = latest("latent")
+    ours, theirs = (rows["H128-B66-S131072", impl]["rel_err"] for impl in ("fp8attn", "vllm-flashmla-fp8"))
+    release = header("latent")["peers"]["flashmla"].replace("vllm==", "vLLM ")
+    return (
+        f"attention is {100 * ours:.1f}% off on an {title} ({release}'s FP8 kernel: {100 * theirs:.0f}%), with latents "
+        f"of mean 1 in 66 sequences of 131,072 tokens and 128 heads."
+    )
 
 
 @block("latent_needle")

@@ -40,7 +40,7 @@ BACKENDS = [
 # Scores have a deviation of two here, so FP16's rounding of rotated queries moves one of some hundreds by 2e-3.
 EXACT = {"triton": (6e-4, 4e-3), "hopper": (1.2e-3, 4e-3)}
 ONE_DIGIT = (0.02, 0.1)
-REPLAYS = 500  # of two graphs of 16 calls; 32,000 were run once
+REPLAYS = 500  # of two graphs of 16 calls; 31,250 were run once
 
 
 def bounds_of(backend: str, heads: int) -> tuple[float, float]:
