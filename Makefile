@@ -55,9 +55,9 @@ test-all:
 test-vllm: .venv/.vllm
 	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
 
-# SGLang on a CPU, in an environment of its own, 2.5 GB: a minute to install and 10 to test. What it imports and a CPU has not is in tests/sglang/stubs.
+# The plugin for SGLang (plugins/sglang) on a CPU, in an environment of its own, 2.5 GB: a minute to install and 10 to test. What it imports and a CPU has not is in tests/sglang/stubs.
 test-sglang: .venv/.sglang
-	PYTHONPATH=src:.:tests/sglang/stubs $(SGLANG)/bin/python -m pytest tests/sglang
+	PYTHONPATH=src:.:plugins/sglang:tests/sglang/stubs $(SGLANG)/bin/python -m pytest tests/sglang
 
 # The site and the rest beside each other: each takes one core.
 check: .venv/.dev .venv/.docs
@@ -73,10 +73,11 @@ style: .venv/.dev
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What is published, in dist/: wheel and sdist, checked, and installed by pip into empty environments, where README's quickstart and every extra run.
+# What is published, in dist/: wheel and sdist of fp8attn and of its plugin for SGLang, checked, and installed by pip into empty environments, where README's quickstart and every extra run.
 release: .venv/.release
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir dist plugins/sglang
 	$(BIN)/twine check --strict dist/*
 	FP8ATTN_DIST=dist $(PYTEST) tests/release --durations 20
 
@@ -134,14 +135,14 @@ gpu:
 	touch $@
 
 # Without its dependencies, most of which are for GPUs; those that it imports on a CPU are named here.
-.venv/.sglang: .venv/.base pyproject.toml constraints.txt
+.venv/.sglang: .venv/.base pyproject.toml plugins/sglang/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install -q torch==2.13.0 triton==3.9.0 transformers==5.19.0 numba==0.65.1 compressed-tensors==0.18.0 xgrammar==0.2.7 \
 		aiohttp apache-tvm-ffi dill einops fastapi gguf interegular IPython llguidance msgspec ninja openai orjson partial_json_parser pillow \
 		prometheus-client psutil pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken uvicorn uvloop \
 		watchfiles xxhash zstandard hatchling editables pytest hypothesis
 	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23
-	$(SGLANG)/bin/pip install -q --no-deps --no-build-isolation -e .
+	$(SGLANG)/bin/pip install -q --no-deps --no-build-isolation -e . -e plugins/sglang
 	touch $@
 
 .venv/.release: .venv/.dev

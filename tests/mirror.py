@@ -57,13 +57,6 @@ ROWS = {
         "vllm/test_static.py",
     ),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
-    "fp8attn/integrations/sglang/": (
-        "integrations/test_sglang.py",
-        "sglang/test_plugin.py",
-        "sglang/test_steps.py",
-        "sglang/test_graphs.py",
-        "sglang/test_engine.py",
-    ),
     "fp8attn/integrations/transformers/attention.py": (
         "integrations/transformers/test_windows.py",
         "integrations/transformers/test_wide.py",
@@ -142,6 +135,7 @@ BESIDE = {
     ("Makefile", "pyproject.toml", "constraints.txt", "CHANGELOG.md", "CITATION.cff", ".github/", ".ci/"): (
         "tests/release/test_files.py",
     ),
+    ("plugins/sglang/",): ("tests/sglang",),
     ("results/",): ("tests/evidence",),
     ("tests/emulator/", "tests/support/machine_code.py"): (
         "tests/emulator",

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [path for path in sorted((ROOT / "src").glob("*/**/__init__.py")) if path.parent != ROOT / "src/fp8attn"]
-FOLDERS = ("src", "tests", "benchmarks", "evidence", "examples", "training", "docs")
+PACKAGES += sorted((ROOT / "plugins").glob("*/*/__init__.py"))
+FOLDERS = ("src", "plugins", "tests", "benchmarks", "evidence", "examples", "training", "docs")
 FILES = {f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 MADE_UP = {
     "tests/A/test_B.py",
@@ -29,7 +30,9 @@ def test_the_docstring_of_a_package_names_its_files(init):
 
 
 @pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks/README.md"], ids=lambda path: path.name
+    "page",
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")],
+    ids=lambda path: path.name,
 )
 def test_a_page_names_no_file_that_is_gone(page):
     if page.name == "CHANGELOG.md":

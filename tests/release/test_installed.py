@@ -12,7 +12,7 @@ import re
 import pytest
 
 from ..test_readme import ROOT, blocks, shown
-from .environments import CONSTRAINTS, environment, run
+from .environments import CONSTRAINTS, distribution, environment, run
 
 pytestmark = pytest.mark.slow
 
@@ -44,18 +44,18 @@ for module in ("transformers", "diffusers"):
         __import__(f"fp8attn.integrations.{module}")
     except ImportError as error:
         print(module, error)
-for engine, group in (("vllm", "vllm.general_plugins"), ("sglang", "sglang.srt.plugins")):
-    [plugin] = importlib.metadata.entry_points(group=group, name="fp8attn")
-    try:
-        plugin.load()()
-    except ImportError as error:
-        print(engine, error)
+[plugin] = importlib.metadata.entry_points(group="vllm.general_plugins", name="fp8attn")
+try:
+    plugin.load()()
+except ImportError as error:
+    print("vllm", error)
+print("SGLang finds", list(importlib.metadata.entry_points(group="sglang.srt.plugins")))
 """
 
 
 def test_without_an_extra(tmp_path):
-    """The core runs on torch and safetensors. What needs more says which extra it is. The plugins of vLLM and SGLang
-    load without them.
+    """The core runs on torch and safetensors. What needs more says which extra it is. The plugin for vLLM loads
+    without vLLM, and that for SGLang is not there.
     """
     with environment("wheel", "", tmp_path) as python:
         printed = run(python, "-c", CORE, cwd=tmp_path)
@@ -63,12 +63,8 @@ def test_without_an_extra(tmp_path):
         assert "loaded (200, 100)" in printed
         missing = ast.literal_eval(printed.split("missing ")[1].splitlines()[0])
         assert missing == [f"transformers {HINT.format('hf')}"] * 4
-        for module, extra in (
-            ("transformers", "hf"),
-            ("diffusers", "diffusers"),
-            ("vllm", "vllm"),
-            ("sglang", "sglang"),
-        ):
+        assert "SGLang finds []\n" in printed
+        for module, extra in (("transformers", "hf"), ("diffusers", "diffusers"), ("vllm", "vllm")):
             assert f"\n{module} {module} {HINT.format(extra)}\n" in printed
         commands = run(python.parent / "fp8attn", "doctor", cwd=tmp_path, code=2)
         assert re.fullmatch(rf"fp8attn: \w+ {re.escape(HINT.format('cli'))}\n", commands)
@@ -91,6 +87,22 @@ def test_readmes_quickstart_prints_what_readme_shows(kind, tmp_path):
     with environment(kind, "hf", tmp_path) as python:
         (tmp_path / "models").symlink_to(ROOT / "models")
         assert shown(code) in run(python, "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.release
+def test_the_plugin_for_sglang(tmp_path):
+    """Its wheel has the entry point, and imports without SGLang what a release is refused by."""
+    code = """
+import importlib.metadata
+[plugin] = importlib.metadata.entry_points(group="sglang.srt.plugins", name="fp8attn")
+print(plugin.load().__name__, importlib.import_module("fp8attn_sglang").unsupported_release("0.6.0"))
+"""
+    with environment("wheel", "", tmp_path) as python:
+        plugin = distribution("wheel", tmp_path, "fp8attn_sglang")
+        run(python, "-m", "pip", "install", "-q", "--no-deps", plugin, cwd=tmp_path)
+        assert "register fp8attn works in SGLang 0.5.23, and this is SGLang 0.6.0" in run(
+            python, "-c", code, cwd=tmp_path
+        )
 
 
 @pytest.mark.release

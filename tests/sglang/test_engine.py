@@ -15,7 +15,7 @@ import transformers
 
 pytest.importorskip("sglang")
 
-from fp8attn.integrations.sglang.options import VARIABLE
+from fp8attn_sglang.options import VARIABLE
 from tests.integrations.engine.models import qwen2
 from tests.sglang.engines import answers
 from tests.sglang.planted import sitecustomize as planted

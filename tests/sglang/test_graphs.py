@@ -18,7 +18,7 @@ from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations.engine.layer import EngineLayer
 from fp8attn.integrations.engine.options import Options
 from fp8attn.integrations.engine.static import StaticState
-from fp8attn.integrations.sglang.backend import FP8AttentionBackend
+from fp8attn_sglang.backend import FP8AttentionBackend
 
 Q_HEADS, HEADS, DIM, PAGES = 4, 2, 64, 12
 MOST = 4  # sequences of the largest graph

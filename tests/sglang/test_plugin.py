@@ -20,8 +20,8 @@ from transformers import DeepseekV2Config, LlamaConfig
 
 from fp8attn import UsageError
 from fp8attn.formats.spec import PageSpec
-from fp8attn.integrations.sglang import supported_graphs
-from fp8attn.integrations.sglang.pool import FP8PagePool
+from fp8attn_sglang import supported_graphs
+from fp8attn_sglang.pool import FP8PagePool
 from tests.support.answers import MODEL
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("sglang")
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from fp8attn import UsageError
-from fp8attn.integrations.sglang.backend import FP8AttentionBackend
+from fp8attn_sglang.backend import FP8AttentionBackend
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ used.
 | `transformers/` | `FP8Cache`, and attention over its pages |
 | `diffusers.py` | `fp8_transformer`: attention of Wan and Flux in 8 bits |
 | `engine/` | what a plugin of any serving engine needs; it imports no engine |
-| `vllm/`, `sglang/` | the plugins |
+| `vllm/` | the plugin for vLLM; that for SGLang is a distribution of its own, `plugins/sglang` |
 | `warmup.py` | `warmup`: compiles the kernels of a model before it serves |
 
 ComfyUI's node is one file of `examples/comfyui/`.

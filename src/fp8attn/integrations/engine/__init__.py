@@ -22,7 +22,7 @@ the memory of the blocks, and the sequences of each step:
 | `marks.py` | blocks of other engines: the mark that tells formats apart |
 | `warm.py` | kernels, compiled before the first request |
 
-`integrations/vllm/` and `integrations/sglang/` are plugins of engines on top of this, and
+`integrations/vllm/` and the distribution `fp8attn-sglang` (`plugins/sglang`) are plugins of engines on top of this, and
 `tests/integrations/engine/toy.py` a whole small engine. Nothing here imports an engine. Messages go to the logger of
 this package: an engine that shows only its own gives it its handlers.
 """

@@ -35,7 +35,7 @@ _IF_BIASES = (
 )
 _IF_LOSING = (
     "An engine has all layers in 8 bits. INT8 keys (the option key_dtype) lose least, and a shorter context (vllm "
-    "--max-model-len, sglang --context-length) leaves less of the biases. `fp8attn sensitivity` measures the loss; if "
+    "--max-model-len) leaves less of the biases. `fp8attn sensitivity` measures the loss; if "
     "it is too much, serve the model with the engine's own cache of 16 bits"
 )
 _BIAS = re.compile(rf".*{_PROJECTION}\.bias")

@@ -142,7 +142,7 @@ class EngineLayer:
             step.checked = True  # one layer is enough: one engine writes all of a block
             for part in step.parts:
                 check_marks(pool, part.page_table, self.mark)
-        if self.sinks is not None:  # SGLang passes them with each call
+        if self.sinks is not None:  # an engine may set others at each call
             check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, pool.device)
         name = resolve("auto", q, self.format.name)
         for part in step.parts:

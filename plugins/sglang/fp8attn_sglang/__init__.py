@@ -2,7 +2,8 @@
 
     python -m sglang.launch_server --model-path MODEL --attention-backend fp8attn
 
-SGLang finds `register` by the entry point `sglang.srt.plugins` of this package, and calls it in each of its processes.
+SGLang finds `register` by the entry point `sglang.srt.plugins` of this distribution, `fp8attn-sglang`, and calls it in
+each of its processes. What any engine needs is in `fp8attn.integrations.engine`.
 A page of SGLang's allocator is a page of fp8attn for each KV head: one run of bytes that depends on its 128 tokens
 alone. So the radix cache shares pages.
 
@@ -12,7 +13,7 @@ alone. So the radix cache shares pages.
 | `supported.py` | which models and options are not supported, and why |
 | `options.py` | options from an environment variable |
 | `pool.py` | the pages of all layers, and the bytes of a token |
-| `layers.py` | SGLang's attention layers as layers of `integrations/engine` |
+| `layers.py` | SGLang's attention layers as layers of `fp8attn.integrations.engine` |
 | `backend.py` | the attention backend: the sequences of a step, also of CUDA graphs, then append and attention |
 
 Importing this module, `options.py` or `supported.py` does not import SGLang.
@@ -26,10 +27,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import UsageError
-from ...extras import needs
-from ...formats.page_layout import PAGE_SIZE
-from ...formats.spec import PageSpec
+from fp8attn import UsageError
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
+
 from .options import environment_options
 from .supported import NAME, is_chosen, unsupported_model, unsupported_options
 
@@ -47,9 +48,6 @@ def register() -> None:
     In a release of SGLang that was not run, nothing is registered and a warning says so. SGLang then refuses the name
     of the backend.
     """
-    with needs("sglang"):
-        import sglang  # noqa: F401
-
     if (reason := unsupported_release(importlib.metadata.version("sglang"))) is not None:
         logger.warning(reason)
         return

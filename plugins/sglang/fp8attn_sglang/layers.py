@@ -1,4 +1,4 @@
-"""SGLang's attention layers as layers of `integrations/engine`."""
+"""SGLang's attention layers as layers of `fp8attn.integrations.engine`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.runtime_context import get_parallel
 
-from ...errors import UsageError
-from ..engine.layer import EngineLayer
-from ..engine.options import Options
-from ..engine.static import ServedModel, static_state
+from fp8attn import UsageError
+from fp8attn.integrations.engine.layer import EngineLayer
+from fp8attn.integrations.engine.options import Options
+from fp8attn.integrations.engine.static import ServedModel, static_state
+
 from .pool import FP8PagePool
 from .supported import unsupported_layer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 
-from ...errors import UsageError
-from ..engine.options import Options
+from fp8attn import UsageError
+from fp8attn.integrations.engine.options import Options
 
 VARIABLE = "FP8ATTN_SGLANG"
 

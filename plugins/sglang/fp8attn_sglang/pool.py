@@ -12,9 +12,9 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from ...errors import UsageError
-from ...formats.page_layout import PAGE_SIZE
-from ...formats.spec import PageSpec
+from fp8attn import UsageError
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
 
 
 class FP8PagePool(MHATokenToKVPool):

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from ...errors import UsageError
-from ...formats.page_layout import PAGE_SIZE
-from ..engine.steps import Step, StepPart
-from ..engine.warm import warm_up
+from fp8attn import UsageError
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.integrations.engine.steps import Step, StepPart
+from fp8attn.integrations.engine.warm import warm_up
+
 from .layers import engine_layers
 from .options import environment_options
 

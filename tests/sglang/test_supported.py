@@ -1,4 +1,6 @@
-"""The parts of the SGLang plugin that need no SGLang. `tests/sglang` has the others; `make test-sglang` runs them."""
+"""The parts of the plugin that need no SGLang. `make test` runs them, too; the others of this folder need
+`make test-sglang`.
+"""
 
 import tomllib
 from pathlib import Path
@@ -7,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fp8attn
 from fp8attn import UsageError
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.sglang import RELEASE, register, unsupported_release
-from fp8attn.integrations.sglang.options import VARIABLE, environment_options
-from fp8attn.integrations.sglang.supported import (
+from fp8attn_sglang import RELEASE, register, unsupported_release
+from fp8attn_sglang.options import VARIABLE, environment_options
+from fp8attn_sglang.supported import (
     _OPTIONS,
     is_chosen,
     unsupported_layer,
@@ -20,16 +23,17 @@ from fp8attn.integrations.sglang.supported import (
 )
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "plugins/sglang/pyproject.toml").read_text())["project"]
 
 
 def test_the_entry_point_names_the_function():
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    points = PROJECT["entry-points"]["sglang.srt.plugins"]
     assert points == {"fp8attn": f"{register.__module__}:{register.__name__}"}
 
 
 def test_what_pip_installs_is_what_is_supported():
-    (wanted,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["sglang"]
-    assert wanted == f"sglang=={RELEASE}"
+    assert PROJECT["version"] == fp8attn.__version__
+    assert PROJECT["dependencies"] == [f"fp8attn[hf]=={fp8attn.__version__}", f"sglang=={RELEASE}"]
     assert f"sglang=={RELEASE}" in (ROOT / "Makefile").read_text()
 
 

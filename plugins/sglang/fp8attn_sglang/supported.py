@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...backends import hopper
-from ...formats.codec import INT8
-from ...formats.page_layout import PAGE_SIZE
-from ...formats.spec import PageSpec
+from fp8attn.backends import hopper
+from fp8attn.formats.codec import INT8
+from fp8attn.formats.page_layout import PAGE_SIZE
+from fp8attn.formats.spec import PageSpec
 
 NAME = "fp8attn"  # of the attention backend
 
