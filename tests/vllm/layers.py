@@ -36,11 +36,11 @@ def connected(name, **own):
 def layer_impl(
     monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, connector=None,
     sleep=False, name=LAYER,
-    target=None,     **options,
+    target=None, recipe=None, **options,
 ):  # fmt: skip
     model = SimpleNamespace(
         use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS,
-        hf_text_config=SimpleNamespace(num_hidden_layers=4),
+        hf_text_config=SimpleNamespace(num_hidden_layers=4), hf_config=SimpleNamespace(quantization_config=recipe),
         get_sliding_window=lambda: None, model=str(checkpoint), revision=None, max_model_len=512,
         enable_sleep_mode=sleep, dtype=torch.bfloat16,
     )  # fmt: skip

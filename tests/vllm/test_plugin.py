@@ -3,6 +3,7 @@
 import multiprocessing
 import pickle
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.config import ModelConfig
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -26,8 +28,11 @@ from fp8attn.integrations.vllm.supported import (
     unsupported_invariance,
     unsupported_layer,
     unsupported_on_cpu,
+    unsupported_recipe,
 )
-from tests.vllm.layers import HEADS, PLAIN, D, connected, layer_impl
+from fp8attn_tools.checkpoints.recipe import layers_to_choose, write_recipe
+from tests.support.answers import MODEL
+from tests.vllm.layers import HEADS, LAYER, PLAIN, D, connected, layer_impl
 
 
 def path_in_a_new_process(pickled, answer):
@@ -152,7 +157,7 @@ def good(**changes):
         ({"prefix_match_unit": 32}, "--prefix-match-unit 32 .* or pass a multiple of 128"),
         (
             {"kv_cache_dtype_skip_layers": ["0", "5"]},
-            "--kv-cache-dtype-skip-layers 0 5 .* same attention backend .* leave it out",
+            "--kv-cache-dtype-skip-layers 0 5 .* one attention backend, .* leave it out",
         ),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size.* use --tensor-parallel-size"),
         (
@@ -178,6 +183,34 @@ def good(**changes):
 def test_configurations_that_are_refused(changes, reason):
     assert unsupported_config(good(), Options()) is None
     assert re.search(reason, unsupported_config(good(**changes), Options()))
+
+
+def recipe(*names, algorithm="FP8"):
+    """As ModelOpt writes it."""
+    return {"kv_cache_quantized_layers": {name: {"quant_algo": algorithm} for name in names}}
+
+
+def test_a_recipe_of_layers_is_obeyed_or_refused(monkeypatch):
+    """In both of its places: a file of its own, and the `quantization_config` of config.json."""
+    own, other = "model.layers.3.self_attn", "model.layers.0.self_attn"
+    for served in (None, {"quant_method": "fp8"}, recipe(other, own), {"quantization": recipe(own)}):
+        assert layer_impl(monkeypatch, recipe=served)[0].engine_layer is not None
+    assert layer_impl(monkeypatch, recipe=recipe(other), kv_sharing_target_layer_name=other)[0].engine_layer is not None
+    for refused in (recipe(other), {"quantization": recipe(own, algorithm="NVFP4")}):
+        with pytest.raises(UsageError, match=rf"does not have {LAYER} in FP8. .* choose the backend by the dtype of"):
+            layer_impl(monkeypatch, recipe=refused)
+
+
+def test_vllm_passes_a_recipe_on(tmp_path):
+    """It reads the file and serves the model in 16 bits, or in 8 with --kv-cache-dtype fp8."""
+    for file in Path(MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    attentions = layers_to_choose(tmp_path)
+    write_recipe(tmp_path, attentions, [1, 2, 3, 4, 5])
+    model = ModelConfig(str(tmp_path), max_model_len=512)
+    assert model.quantization is None
+    assert unsupported_recipe(model, "model.layers.1.self_attn.attn") is None
+    assert "model.layers.0.self_attn.attn" in unsupported_recipe(model, "model.layers.0.self_attn.attn")
 
 
 def test_sleep_mode_is_refused_where_it_loses_something():

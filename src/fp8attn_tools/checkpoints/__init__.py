@@ -14,6 +14,7 @@ that is missing, renamed or in a file that the index does not name. Nothing here
 | `formats.py` | the names and shapes in which vLLM reads scales, and the config |
 | `fold.py` | V's means, moved into biases |
 | `overlay.py`, `check.py` | `export` writes the folder; `check` reads one back |
+| `recipe.py` | which layers are in 8 bits, as ModelOpt's metadata |
 """
 
 from .check import Export, check

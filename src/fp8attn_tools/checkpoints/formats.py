@@ -29,7 +29,7 @@ from .folder import CONFIG, Checkpoint
 
 Strategy = Literal["tensor", "attn_head"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-MODELOPT_CONFIG = "hf_quant_config.json"  # of checkpoints that ModelOpt has quantized
+MODELOPT_CONFIG = "hf_quant_config.json"  # ModelOpt's, which says how a checkpoint is quantized
 
 _SCHEME = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
 _WANTED = (
@@ -80,7 +80,8 @@ def new_config(checkpoint: Checkpoint, strategy: Strategy) -> dict[str, Any]:
     """
     if (checkpoint.folder / MODELOPT_CONFIG).exists():
         raise UsageError(
-            f"{checkpoint.folder} has a {MODELOPT_CONFIG}: ModelOpt has quantized it; export the 16-bit checkpoint"
+            f"{checkpoint.folder} has a {MODELOPT_CONFIG}, which says how it is quantized; export the 16-bit "
+            f"checkpoint without that file"
         )
     old = checkpoint.decoder.get("quantization_config") or checkpoint.config.get("quantization_config")
     method = str((old or {}).get("quant_method", "")).replace("_", "-")

@@ -52,15 +52,25 @@ def sensitivity(
     ] = "float32",
     chunk: Chunk = 512,
     save: Annotated[Path | None, typer.Option("--out", help="Write the report to this file, as JSON.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a budget: write the choice into this folder of a checkpoint, as ModelOpt's "
+            "kv_cache_quantized_layers."
+        ),
+    ] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
     """What 8 bits cost in each layer, and which layers to leave in 16 bits under a budget."""
     if max_kl is not None and max_bytes is not None:
         raise UsageError("give --max-kl or --max-bytes, not both: each of them determines the layers")
+    if write is not None and max_kl is None and max_bytes is None:
+        raise UsageError("--write writes a choice of layers: give --max-kl or --max-bytes")
     write_report = output(save)
     import torch
 
+    from ..checkpoints.recipe import layers_to_choose, write_recipe
     from ..evaluation import sensitivity as study
     from ..evaluation.caches import cache_factory
     from ..evaluation.models import load_config
@@ -71,6 +81,7 @@ def sensitivity(
     ((name, loaded_scales),) = choose(cache, scales).items()
     if max_bytes is not None:
         study.check_budget(load_config(model), max_bytes)
+    attentions = {} if write is None else layers_to_choose(write)
     passage = read_text(text, model)
     loaded, tokenizer = load(model, device, dtype=getattr(torch, dtype))
     budget = max_kl is not None or max_bytes is not None
@@ -98,6 +109,9 @@ def sensitivity(
             "other_tokens": dict(zip(("all_in_8_bits", "chosen"), checked, strict=True)),
             "vllm": study.vllm_arguments(report, chosen),
         }  # fmt: skip
+        if write is not None:
+            in_8_bits = {row.layer for row in report.layers}.difference(chosen)
+            found["recipe"] = str(write_recipe(write, attentions, in_8_bits))
     if as_json:
         print_json({"meta": about(loaded), "report": report, "choice": found or None})
     elif found:
@@ -110,5 +124,7 @@ def sensitivity(
         lines = {"FP8Cache": f"skip_layers={chosen}", "AttentionPolicy": f"skip={chosen}", "vllm serve": found["vllm"]}
         for what, how in lines.items():
             out.print(f"{what}: {how}", markup=False, highlight=False, soft_wrap=True)
+        if write is not None:
+            out.print(f"written: {found['recipe']}", markup=False, highlight=False, soft_wrap=True)
         if name != "scale-1":
             out.print("(vLLM's own FP8 cache is a plain cast: choose for it with --cache scale-1)")

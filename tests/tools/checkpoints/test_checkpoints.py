@@ -421,7 +421,7 @@ def test_an_exported_checkpoint_is_not_exported_again(model, tmp_path):
 def test_a_checkpoint_of_modelopt_is_refused(tmp_path):
     model = save(tmp_path / "model")
     (model / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(UsageError, match="ModelOpt has quantized it; export the 16-bit checkpoint"):
+    with pytest.raises(UsageError, match="says how it is quantized; export the 16-bit checkpoint without"):
         export(model, some_scales(), tmp_path / "out")
 
 

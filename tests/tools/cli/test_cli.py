@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,6 +244,17 @@ def test_sensitivity(tiny_model, tmp_path):
     assert "skip_layers" not in run(*options)
 
 
+def test_sensitivity_writes_a_recipe(tiny_model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    options = ("sensitivity", "--model", tiny_model, *SENSITIVITY, "--max-bytes", 800, "--write", folder)
+    choice = run_json(*options)["choice"]
+    written = json.loads(Path(choice["recipe"]).read_text())["quantization"]
+    (kept,) = choice["skip_layers"]
+    assert written["kv_cache_quantized_layers"] == {f"model.layers.{1 - kept}.self_attn": {"quant_algo": "FP8"}}
+    assert f"written: {folder / 'hf_quant_config.json'}" in run(*options)
+
+
 def test_sensitivity_of_other_caches(tiny_model, scales_file):
     options = ("sensitivity", "--model", tiny_model, *SENSITIVITY)
     found = [
@@ -275,6 +287,9 @@ def test_sensitivity_refuses_before_the_run(monkeypatch, capsys):
         message = fail(monkeypatch, capsys, "sensitivity", "--cache", cache)
         assert message.startswith("fp8attn: sensitivity takes one of fp8, ") and message.endswith(f"; got {cache!r}")
     assert "no such text file: nowhere" in fail(monkeypatch, capsys, "sensitivity", "--text", "nowhere")
+    message = fail(monkeypatch, capsys, "sensitivity", "--write", "nowhere")
+    assert message == "fp8attn: --write writes a choice of layers: give --max-kl or --max-bytes"
+    assert "there is no folder nowhere" in fail(monkeypatch, capsys, "sensitivity", "--max-kl", 1, "--write", "nowhere")
 
 
 def test_plan():

@@ -18,7 +18,13 @@ from ..engine.steps import Step
 from .connectors import exchanges_blocks
 from .options import config_options, layer_number
 from .specs import BACKEND_IS_ASKED, of_layer
-from .supported import is_batch_invariant, unsupported_config, unsupported_invariance, unsupported_layer
+from .supported import (
+    is_batch_invariant,
+    unsupported_config,
+    unsupported_invariance,
+    unsupported_layer,
+    unsupported_recipe,
+)
 
 
 class LayerPages:
@@ -26,6 +32,7 @@ class LayerPages:
 
     _config: Any  # vLLM's
     engine_layer: EngineLayer | None
+    _target: str | None = None  # the layer whose pages this one reads, if it writes none
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
         """The pages of vLLM's layer."""
@@ -39,6 +46,8 @@ class LayerPages:
             if getattr(layer, "impl", None) is not self:
                 continue
             if self.engine_layer is None:
+                if reason := unsupported_recipe(self._config.model_config, self._target or layer.layer_name):
+                    raise UsageError(f"fp8attn cannot serve this model: {reason}")
                 self.engine_layer = self._engine_layer(layer)
                 if not BACKEND_IS_ASKED:
                     layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
@@ -82,7 +91,7 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.window, self.softcap, self.sinks = sliding_window, logits_soft_cap or None, sinks
-        self._target = kv_sharing_target_layer_name  # the layer whose pages this one reads, if it writes none
+        self._target = kv_sharing_target_layer_name
         self._config = config
         self.engine_layer: EngineLayer | None = None  # from when the weights are loaded
 

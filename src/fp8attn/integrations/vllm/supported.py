@@ -14,6 +14,7 @@ from ...formats.spec import PageSpec
 from ..engine.options import Options
 from . import LATENT_NAME, NAME
 from .connectors import exchanges_blocks, unsupported_connector
+from .options import layer_number
 from .specs import BACKEND_IS_ASKED, LATENT_PAGES
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
@@ -26,6 +27,12 @@ _SPARSE = (
 _DCP = "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
 _PCP = "a prompt is divided over GPUs (--prefill-context-parallel-size); use --tensor-parallel-size"
 _CACHES_LATENTS = f"it caches latents (MLA): pass --attention-backend {LATENT_NAME}, which needs vLLM 0.32 or newer"
+# That a layer has another dtype reaches only `validate_configuration`, which can refuse it, and cannot name another
+# backend. The layer's `__init__` then takes all that the backend gives: impl, builder and spec.
+_ONE_BACKEND = (
+    "vLLM gives all layers of a kind one attention backend, and fp8attn has 8 bits only: it would have to choose the "
+    "backend by the dtype of each layer's cache"
+)
 WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
     "MLA not supported": _CACHES_LATENTS,
@@ -109,13 +116,9 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
             f"leave it out, or pass a multiple of {PAGE_SIZE}"
         )
     if cache.kv_cache_dtype_skip_layers:
-        # vLLM has one backend for all layers of a kind. That a layer is skipped reaches only `validate_configuration`,
-        # which can refuse it, and cannot name another backend. The layer's `__init__` then takes all that the backend
-        # gives: impl, builder and spec.
         return (
-            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. vLLM "
-            f"gives them the same attention backend as the others, and fp8attn has 8 bits only; leave it out, or leave "
-            f"out --attention-backend"
+            f"--kv-cache-dtype-skip-layers {' '.join(cache.kv_cache_dtype_skip_layers)} keeps layers in 16 bits. "
+            f"{_ONE_BACKEND}; leave it out, or leave out --attention-backend"
         )
     if parallel.decode_context_parallel_size > 1:
         return _DCP
@@ -134,6 +137,24 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
             f"it or {option}"
         )
     return unsupported_connector(config)
+
+
+def unsupported_recipe(model: Any, layer_name: str) -> str | None:
+    """Why a layer cannot be served beside what the checkpoint says of its layers' caches, or None.
+
+    ModelOpt and `fp8attn sensitivity --write` name the layers that have 8 bits. vLLM up to 0.33 does not read it.
+    """
+    given = getattr(model.hf_config, "quantization_config", None) or {}
+    recipe = given.get("quantization", given).get("kv_cache_quantized_layers")
+    if recipe is None:
+        return None
+    in_8_bits = {layer_number(name) for name, how in recipe.items() if how.get("quant_algo") == "FP8"}
+    if layer_number(layer_name) in in_8_bits:
+        return None
+    return (
+        f"kv_cache_quantized_layers in its checkpoint does not have {layer_name} in FP8. {_ONE_BACKEND}; remove "
+        f"kv_cache_quantized_layers to have all layers in 8 bits, or leave out --attention-backend"
+    )
 
 
 def unsupported_latents(pages: PageSpec) -> str | None:
