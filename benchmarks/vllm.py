@@ -12,6 +12,8 @@ Groups are the shapes, and `llama_per_token`: Llama's shape, with vLLM's caches 
 - `GROUP-prefill-S2048`: `ms` of a prompt alone to its first token, by `LLM.generate`.
 - `mla16-alone-B66-S32768`: how far log-probabilities of a request's decode steps are from those of BF16 if it is alone
   (`nats_from_bf16`), and among 65 others from its own alone (`nats_from_alone`).
+- `mla16-hit-S32768`: the same of a request whose prompt is in the prefix cache (`cached_tokens` of it): from those of
+  BF16, and from its own of before (`nats_from_first`).
 - `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
 
 Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels
@@ -46,6 +48,7 @@ LATENT_IMPLS = IMPLS[:2] if TINY else ("vllm-bf16", "vllm-flashmla", "fp8attn", 
 ALONE = ((8, 8192), (66, 8192), (66, 32768), (8, 131072))
 PROMPTS = {300: 2} if TINY else {2048: 8, 8192: 6, 32768: 3}  # tokens: repetitions
 STEPS = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
+SMALL_STEPS = ((1, 1024), (4, 1024), (8, 1024), (1, 8192), (2, 8192))
 
 
 class Group(NamedTuple):
@@ -57,6 +60,7 @@ class Group(NamedTuple):
         long: tokens of a further prompt, and of a step with one sequence; 0: none.
         steps: as `STEPS`.
         alone: sequences and tokens, as `STEPS`, of requests that are alone and among others.
+        hit: tokens of a prompt that is in the prefix cache; 0: none.
     """
 
     shape: str
@@ -64,16 +68,19 @@ class Group(NamedTuple):
     long: int = 0
     steps: tuple[tuple[int, int], ...] = STEPS
     alone: tuple[tuple[int, int], ...] = ()
+    hit: int = 0
 
 
 GROUPS = {
-    "llama": Group("llama", long=0 if TINY else 131072), "gemma3": Group("gemma3"), "qwen3.5": Group("qwen3.5"),
+    "llama": Group("llama", long=0 if TINY else 131072, steps=STEPS if TINY else (*STEPS, *SMALL_STEPS, (64, 2048))),
+    "gemma3": Group("gemma3"), "gemma4": Group("gemma4"), "qwen3.5": Group("qwen3.5"),
     "llama_per_token": Group("llama", PER_TOKEN, steps=STEPS[:2]),  # five engines have no room for the third
     **{
         f"mla{heads}": Group(
             f"mla{heads}", LATENT_IMPLS, 0 if TINY or heads > 16 else 131072,
             ((2, 300),) if TINY else ((1, 8192), (16, 8192), (64, 8192)),
             ((3, 300),) if TINY else ALONE if heads == 16 else ALONE[:2],
+            300 if TINY else 32768,
         )
         for heads in (16, 64, 128)
     },
@@ -94,6 +101,7 @@ def _cases() -> Iterator[str]:
             f"{name}-decode-B{batch}-S{length}"
             for batch, length in (*group.steps, *([(1, group.long)] if group.long else []))
         )
+        yield from (f"{name}-hit-S{length}" for length in [group.hit] if length)
         yield from (f"{name}-alone-B{batch}-S{length}" for batch, length in group.alone)
 
 
@@ -113,11 +121,9 @@ def measure(case: str) -> Iterator[dict]:
         left_out(case, f"vLLM {had} has no plugins for latents, {needed} has")
         return
     engines = Engines.of(name)
-    if kind == "alone":
-        yield from ({"case": case, **row} for row in engines.alone(*numbers))
-        return
-    if kind == "check":
-        yield from ({"case": case, **row} for row in engines.checks)
+    if kind in ("check", "alone", "hit"):
+        found = engines.checks if kind == "check" else getattr(engines, kind)(*numbers)
+        yield from ({"case": case, **row} for row in found)
         return
     times = engines.prompts(*numbers) if kind == "prefill" else engines.steps(*numbers)
     for impl, milliseconds in times.items():
@@ -194,7 +200,10 @@ class Engines:
         """Start the engines side by side, and beside them compile our kernels."""
         kernels = Beside(vllm_engine.compile_kernels, SECONDS)
         shape, long = self.group.shape, self.group.long if _is_large() else 0
-        start = lambda impl: self.ask(impl, "start", shape, impl, self.folder.name, str(self.log(impl)), long)  # noqa: E731
+        most = max(sequences for sequences, _ in (*self.group.steps, *self.group.alone))
+        start = lambda impl: self.ask(  # noqa: E731
+            impl, "start", shape, impl, self.folder.name, str(self.log(impl)), most, long
+        )
         try:
             with ThreadPoolExecutor() as pool:
                 ahead = None if TINY else pool.submit(kernels, shape)
@@ -240,13 +249,19 @@ class Engines:
             )
         return answer
 
+    def ask_all(self, request: str, *arguments: Any) -> dict[str, Any]:
+        """The answers of all engines to what is not timed: they work side by side."""
+        with ThreadPoolExecutor() as pool:
+            answers = pool.map(lambda impl: self.ask(impl, request, *arguments), self.processes)
+            return dict(zip(self.processes, answers, strict=True))
+
     def _checked(self) -> Iterator[dict]:
         """The distances from BF16.
 
         Raises:
             RuntimeError: one is too far, or none: then K and V do not matter.
         """
-        found = {impl: self.ask(impl, "check") for impl in self.processes}
+        found = self.ask_all("check")
         exact, tokens = found["vllm-bf16"]
         for impl, (logprobs, greedy) in found.items():
             nats = statistics.fmean(abs(x - y) for x, y in zip(logprobs, exact, strict=True))
@@ -257,12 +272,23 @@ class Engines:
 
     def alone(self, batch: int, length: int) -> Iterator[dict]:
         """How far a request is from BF16's alone, and among others from its own alone."""
-        found = {impl: self.ask(impl, "alone and among", batch, length) for impl in self.processes}
+        found = self.ask_all("alone and among", batch, length)
         for impl, (alone, among) in found.items():
             yield {
                 "impl": impl,
                 "nats_from_bf16": round(_nats(alone, found["vllm-bf16"][0]), 5),
                 "nats_from_alone": round(_nats(among, alone), 5),
+            }
+
+    def hit(self, length: int) -> Iterator[dict]:
+        """How far a request that the prefix cache has is from BF16's, and from its own of before."""
+        found = self.ask_all("again", length)
+        for impl, (first, again, cached) in found.items():
+            yield {
+                "impl": impl,
+                "cached_tokens": cached,
+                "nats_from_bf16": round(_nats(again, found["vllm-bf16"][0]), 5),
+                "nats_from_first": round(_nats(again, first), 5),
             }
 
     def turns(self, count: int, request: str, *arguments: Any) -> dict[str, list]:

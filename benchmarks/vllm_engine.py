@@ -33,7 +33,7 @@ OPTIONS = {
 LONGEST = (
     768 if TINY else 36864
 )  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
-MOST_SEQUENCES = 72  # of latents
+GRAPHS = (1, 2, 4, 8, 16, 64, 72)  # sequences of steps that have a CUDA graph; the next larger one serves others
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 LOOKED_AT, LIKELIEST = 8, 20  # tokens of a request that is alone and among others, and of each step
 COMPARED = (200, 40) if TINY else (2500, 300)  # tokens of the prompts whose log-probabilities are compared
@@ -55,12 +55,13 @@ def serve(request: str, *arguments: Any) -> Any:
     return ANSWERS[request](*arguments)
 
 
-def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
+def start(model: str, impl: str, folder: str, log: str, most: int, long: int) -> float:
     """Start the engine. Returns the seconds that it took.
 
     Args:
         folder: of the plugin.
         log: the file for all that the engine prints.
+        most: sequences of a step.
         long: tokens of the longest prompt, if it is longer than `LONGEST`.
     """
     global _llm
@@ -74,6 +75,7 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
     sys.path.insert(0, folder)
     shape = MODELS[model]
     caches_latents = "kv_lora_rank" in shape
+    graphs = [size for size in GRAPHS if size <= most or size == min(x for x in GRAPHS if x >= most)]
     if TINY:
         shape = shape | SMALL | {key: kinds[:6] for key, kinds in shape.items() if key == "layer_types"}
     config = Path(tempfile.mkdtemp(dir=folder))
@@ -100,14 +102,14 @@ def start(model: str, impl: str, folder: str, log: str, long: int) -> float:
         )  # the plugin replaces the CPU's backend
     _llm = LLM(
         str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-        max_num_seqs=MOST_SEQUENCES if caches_latents else 16,
+        max_num_seqs=graphs[-1],
         # Beside the steps of others, too, chunks of latents are of CHUNK tokens: a chunk attends to what is stored of
         # the tokens before it.
-        max_num_batched_tokens=CHUNK + MOST_SEQUENCES if caches_latents else CHUNK,
+        max_num_batched_tokens=CHUNK + graphs[-1] if caches_latents else CHUNK,
         long_prefill_token_threshold=CHUNK if caches_latents else 0,
-        max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=False, enforce_eager=not on_gpu,
-        compilation_config={"cudagraph_capture_sizes": [1, 4, 8, 16, *([64, MOST_SEQUENCES] if caches_latents else [])]}
-        if on_gpu else {"custom_ops": ["-rotary_embedding"]} if caches_latents else {},
+        max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=caches_latents, enforce_eager=not on_gpu,
+        compilation_config={"cudagraph_capture_sizes": graphs} if on_gpu
+        else {"custom_ops": ["-rotary_embedding"]} if caches_latents else {},
         mamba_ssm_cache_dtype="float32",
         additional_config={"gdn_prefill_backend": "triton"}, **options,
          # not FlashInfer's kernel, which the machine may lack
@@ -132,13 +134,19 @@ def compile_kernels(model: str) -> int:
     shape = MODELS[model]
     if "kv_lora_rank" in shape:  # the plugin compiles these kernels by running them
         return 0
+    windows = ("window",) if "sliding_window" in shape else ()
+    heads = [(shape["num_key_value_heads"], shape["head_dim"], windows)]
+    if "global_head_dim" in shape:
+        heads.append((shape["num_global_key_value_heads"], shape["global_head_dim"], ()))
     with FileLock(folder / "fp8attn.lock"):
-        return len(
-            warmup(
-                num_q_heads=shape["num_attention_heads"], num_kv_heads=shape["num_key_value_heads"],
-                head_dim=shape["head_dim"],
-                dtype=torch.bfloat16, attention=("window",) if "sliding_window" in shape else (), advance=False,
+        return sum(
+            len(
+                warmup(
+                    num_q_heads=shape["num_attention_heads"], num_kv_heads=num_kv_heads, head_dim=head_dim,
+                    dtype=torch.bfloat16, attention=attention, advance=False,
+                )
             )
+            for num_kv_heads, head_dim, attention in heads
         )  # fmt: skip
 
 
@@ -162,6 +170,7 @@ def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, f
     """
     answers = []
     for others in (0, batch - 1):
+        _llm.reset_prefix_cache()
         names = [f"{batch}-{length}-{seq}" for seq in range(others)]
         for seq, name in enumerate(names):
             steps = batch * -(-length // CHUNK) + 2 * LOOKED_AT  # of all prompts, and of this request
@@ -175,9 +184,24 @@ def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, f
             answer = ended[0].outputs[0] if ended else None
         _llm.llm_engine.abort_request(names)
         finish()
-        steps = zip(answer.token_ids, answer.logprobs, strict=True)
-        answers.append([(token, {other: x.logprob for other, x in step.items()}) for token, step in steps])
+        answers.append(_likeliest(answer))
     return answers
+
+
+def _likeliest(answer: Any) -> list[tuple[int, dict[int, float]]]:
+    """An answer's tokens, each with the log-probabilities of the likeliest tokens at its step."""
+    steps = zip(answer.token_ids, answer.logprobs, strict=True)
+    return [(token, {other: x.logprob for other, x in step.items()}) for token, step in steps]
+
+
+def again(length: int) -> tuple[list, list, int]:
+    """The first greedy tokens of a request, and of the same one when the prefix cache has its prompt, as `_likeliest`
+    has them; and the tokens that were found there (on a CPU none: vLLM turns the cache off for latents).
+    """
+    _llm.reset_prefix_cache()
+    wanted = sampling(LOOKED_AT, logprobs=LIKELIEST)
+    first, second = (_llm.generate([prompt(length, 0)], wanted, use_tqdm=False)[0] for _ in range(2))
+    return _likeliest(first.outputs[0]), _likeliest(second.outputs[0]), second.num_cached_tokens
 
 
 def prompt(length: int, seed: int) -> dict:
@@ -194,6 +218,7 @@ def sampling(tokens: int, **more: Any) -> Any:
 def timed_prompt(length: int, turn: int) -> float:
     """Milliseconds of a prompt to its first token."""
     asked, wanted = [prompt(length, turn)], sampling(1)
+    _llm.reset_prefix_cache()
     begun = time.perf_counter()
     _llm.generate(asked, wanted, use_tqdm=False)
     return 1e3 * (time.perf_counter() - begun)
@@ -258,5 +283,5 @@ def profile(request: str, *arguments: Any) -> dict[str, float]:
 
 ANSWERS = {
     "start": start, "check": check, "prompt": timed_prompt, "begin": begin, "steps": timed_steps, "finish": finish,
-    "profile": profile, "alone and among": alone_and_among,
+    "profile": profile, "alone and among": alone_and_among, "again": again,
 }  # fmt: skip

@@ -29,6 +29,17 @@ MODELS = {
         "hidden_activation": "gelu_pytorch_tanh", "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 4,
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE | {"rope_theta": 1e4}},
     },
+    "gemma4": SHAPE | {  # 12 of Gemma-4-31B's layers: of 6, one is full, with head_dim 512 and K as V
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": 5376,
+        "intermediate_size": 21504, "num_hidden_layers": 12, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True, "sliding_window": 1024,
+        "hidden_activation": "gelu_pytorch_tanh", "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "sliding_attention": ROPE | {"rope_theta": 1e4},
+            "full_attention": ROPE | {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+    },
     "qwen3.5": SHAPE | {  # half of Qwen3.5-9B's layers: of 4, one is full attention and 3 are gated delta nets
         "architectures": ["Qwen35Text"], "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
         "num_hidden_layers": 16, "num_key_value_heads": 4, "hidden_act": "silu", "tie_word_embeddings": False,
@@ -52,13 +63,14 @@ MODELS |= {  # four of DeepSeek-V3's layers, with dense feed-forward, in one of 
 NAMES = {
     "llama": "Llama-3.1-8B",
     "gemma3": "Gemma 3 12B, half of its layers",
+    "gemma4": "Gemma 4 31B, a fifth of its layers",
     "qwen3.5": "Qwen3.5 9B, half of its layers",
     **{f"mla{heads}": f"four dense layers of DeepSeek V3, {heads} heads" for heads in (16, 64, 128)},
 }
 SMALL = {
     "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "num_hidden_layers": 6,
+    "linear_num_value_heads": 4, "num_hidden_layers": 6, "num_global_key_value_heads": 1,
 }  # fmt: skip
 
 
@@ -79,6 +91,8 @@ def fill(model):
             ):  # norms, of some of which it is 1 + weight; the last one makes logits of a deviation of 4
                 plain = "Gated" in type(module).__name__ or type(module).__name__ == "RMSNorm"
                 weight.data.fill_(plain + 3 * path.endswith("model.norm"))
+                if path.endswith("q_norm") and "Gemma4" in type(model).__name__:
+                    weight.data.fill_(len(weight) ** -0.5)  # nothing else scales the scores
             elif weight.numel() > 1:
                 draw = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{path}.{name}".encode()))
                 weight.data.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
