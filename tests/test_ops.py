@@ -15,7 +15,6 @@ from fp8attn.backends import load
 from fp8attn.formats.codec import CODECS, E4M3, INT8, codec_of
 from fp8attn.formats.kv_format import KVFormat
 from fp8attn.formats.spec import PageSpec
-from fp8attn.ops import run_from_dense
 from fp8attn.params import Append
 from tests.support.kernel_cases import clone
 
@@ -147,7 +146,7 @@ def test_from_dense_leaves_e4m3_to_the_quantized_sdpa():
             ValueError, match=r"are torch.float8_e4m3fn already: .* fp8attn.scaled_dot_product_attention_quantized"
         ):
             fp8attn.from_dense(x, x, **options)
-    pages = run_from_dense(load("reference"), x, x, KVFormat(PageSpec.of(64, "e4m3").name, rotate=False))
+    pages = load("reference").from_dense(x, x, KVFormat(PageSpec.of(64, "e4m3").name, rotate=False))
     for seq in range(2):
         assert all(torch.equal(got, x[seq].float().transpose(0, 1)) for got in pages.read(seq, 100))
 

@@ -215,7 +215,11 @@ def from_dense(
     if (refusal := PageSpec.of(k.shape[3], key_dtype).refusal) is not None:
         raise UsageError(refusal)
     format = KVFormat.of(k.shape[3], key_dtype, rotate_keys, k_mean, v_mean)
-    return run_from_dense(resolve(backend, k, format.name), k, v, format)
+    target = resolve(backend, k, format.name)
+    if not isinstance(target, str):
+        return target.from_dense(k, v, format)
+    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(format), target)
+    return KVPages(pool, table, lengths, format)
 
 
 def run_append(target: Target, pages: KVPages, k: torch.Tensor, v: torch.Tensor, options: Append) -> None:
@@ -241,14 +245,6 @@ def run_attention(
     result, lse = target.attention(q, pages, params)
     with torch.inference_mode():
         return out.copy_(result), lse
-
-
-def run_from_dense(target: Target, k: torch.Tensor, v: torch.Tensor, format: KVFormat) -> KVPages:
-    """`from_dense` with checked arguments, by what `resolve` returned."""
-    if not isinstance(target, str):
-        return target.from_dense(k, v, format)
-    pool, table, lengths = torch.ops.fp8attn.from_dense(k, v, *flatten_format(format), target)
-    return KVPages(pool, table, lengths, format)
 
 
 def check_append(

@@ -184,7 +184,6 @@ def test_a_first_layer_that_fails_appends_nothing(monkeypatch, held, form):
         if held:
             steps(each, [held, held])
     monkeypatch.setattr(ops, "run_append", fails)
-    monkeypatch.setattr(ops, "run_from_dense", fails)
     with pytest.raises(KeyboardInterrupt):
         cache.append(0, tokens(400), tokens(400))
     monkeypatch.undo()

@@ -1,7 +1,6 @@
 """PagedKVCache: formats, scales, pages that are shared, and what is refused."""
 
 import copy
-import itertools
 import pickle
 
 import numpy as np
@@ -391,33 +390,16 @@ def test_copies_and_pages_are_the_same_bytes():
     assert not torch.equal(theirs[1], cache.pages(0).pool[cache.pages(0).page_table[0, 1].long()])
 
 
-@pytest.mark.parametrize("option", ["scales", "lengths"])
-def test_first_tokens_are_an_append_if_an_option_is_not_of_from_dense(option):
-    """Of a cache with static scales, and of tokens that each sequence has its number of. The bytes are the same."""
-    ones = LayerScales(*[torch.ones(HEADS)] * 2, *[torch.ones(HEADS, DIM)] * 2) if option == "scales" else None
-    k, v = torch.randn(2, 300, HEADS, DIM)
-    lengths = [150, 150] if option == "lengths" else None
-    caches = [PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2, num_pages=n, scales=ones) for n in (None, 8)]
-    for cache in caches:
-        for layer in range(2):
-            cache.append(layer, k, v, lengths=lengths)
-    assert not caches[0].steps.last.begins
-    for layer, seq in itertools.product(range(2), range(2)):
-        assert all(map(torch.equal, *(cache.read(layer, seq) for cache in caches)))
-
-
-def test_first_tokens_of_from_dense_are_those_of_an_append():
+def test_first_tokens_of_a_growing_cache_are_those_of_one_of_fixed_size():
     k, v = torch.randn(2, 300, HEADS, DIM)
     caches = [PagedKVCache(HEADS, DIM, num_layers=2, num_seqs=2, num_pages=n) for n in (None, 4)]
     for cache in caches:
         for layer in range(2):
             cache.append(layer, k, v)
-    assert caches[0].steps.last.begins and not caches[1].steps.last.begins
     for layer in range(2):
-        dense, appended = (cache.pages(layer) for cache in caches)
-        assert torch.equal(dense.cache_seqlens, appended.cache_seqlens) and torch.equal(
-            dense.page_table, appended.page_table
-        )
+        growing, fixed = (cache.pages(layer) for cache in caches)
+        assert torch.equal(growing.cache_seqlens, fixed.cache_seqlens)
+        assert torch.equal(growing.page_table, fixed.page_table)
         for seq in range(2):
             assert all(map(torch.equal, *(cache.read(layer, seq) for cache in caches)))
 

@@ -66,15 +66,15 @@ class Ahead:
     def begin(self, cache: Cache, name: BackendName, dtype: torch.dtype, step: Step) -> None:
         """Before the first append of a step: prepare this step of all layers, and a decode step after it."""
         columns = 0 if step.longest <= FEW else _columns(cache, step).bit_length()
-        key = dtype, cache.num_seqs, step.longest, columns, step.cu_seqlens is None, step.begins
+        key = dtype, cache.num_seqs, step.longest, columns, step.cu_seqlens is None
         if key in self._steps or name == REFERENCE or not step.longest or dtype not in calls.DTYPES.values():
             return  # in traced code, `dtype` may be any
         self._steps.add(key)
         self._layers = cache.kernel_layers(name, dtype)
-        new = calls.from_dense if step.begins else partial(calls.append, ragged=step.cu_seqlens is not None)
         prepared = self._attend(cache, step, self.attention)
         for layer in self._layers:
-            prepared += partial(new, layer, step.longest), partial(calls.append, layer, 1, False)
+            for tokens, ragged in ((step.longest, step.cu_seqlens is not None), (1, False)):
+                prepared.append(partial(calls.append, layer, tokens, ragged))
         first.prepare(cache.device, prepared)
 
     def attend(self, cache: Cache, index: int, step: Step, attention: Attention) -> None:

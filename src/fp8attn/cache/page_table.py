@@ -163,24 +163,6 @@ class PageTable:
             self.compact()
 
     @lasting
-    def begin(self, length: int) -> None:
-        """Allocate pages for the first `length` tokens of every sequence of an empty, growing table, and set its
-        lengths.
-
-        The pages are in the order of the sequences, as `fp8attn.from_dense` writes them.
-        """
-        columns = num_pages_of(length)
-        self.references = [1] * (self.num_seqs * columns)
-        self.tables = [list(range(seq * columns, (seq + 1) * columns)) for seq in range(self.num_seqs)]
-        self.lengths = [length] * self.num_seqs
-        self.headroom = columns * PAGE_SIZE - length if self.window is None else 0
-        self.page_table = torch.arange(self.num_pages, dtype=torch.int32, device=self.device).view(
-            self.num_seqs, columns
-        )
-        for lengths in self.cache_seqlens:
-            lengths.fill_(length)
-
-    @lasting
     def fill(self, lengths: list[int], tables: list[list[int]], pools: list[torch.Tensor]) -> None:
         """Fill a table with the tokens of other pools, instead of its own.
 

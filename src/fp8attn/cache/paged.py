@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from .. import ops
-from .._torch_ops import Target, resolve
+from .._torch_ops import resolve
 from ..checks import LARGEST, check_flags, is_whole
 from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
@@ -237,15 +237,12 @@ class PagedKVCache:
             if not step.pages:
                 name = target if isinstance(target, str) else target.name
                 self.ahead.begin(self, name, k.dtype, step)
-            if step.begins:
-                self._begin(target, layer, k, v, step.longest)
             table = self.table
             pages = of_layer.pages(table.page_table, table.cache_seqlens[layer], len(table.references))
-            if not step.begins:
-                if step.columns is not None:
-                    pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
-                options = step.options._replace(static_scales=True) if static_scales else step.options
-                ops.run_append(target, pages, k, v, options)
+            if step.columns is not None:
+                pages = pages.with_tables(pages.page_table[:, : step.columns], pages.cache_seqlens)
+            options = step.options._replace(static_scales=True) if static_scales else step.options
+            ops.run_append(target, pages, k, v, options)
         except BaseException:
             if not step.pages:  # no layer has the tokens
                 if step.before is not None:
@@ -510,12 +507,6 @@ class PagedKVCache:
         return new
 
     # A step
-
-    @lasting
-    def _begin(self, target: Target, layer: int, k: torch.Tensor, v: torch.Tensor, length: int) -> None:
-        """The first append of a layer without pages."""
-        k, v = (x.view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        self.layers[layer].replace(ops.run_from_dense(target, k, v, self.layers[layer].format).pool)
 
     def _trace_append(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int] | None, static_scales: bool

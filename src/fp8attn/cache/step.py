@@ -26,8 +26,6 @@ class Step:
             `longest` tokens.
         num_layers: layers of the cache.
         before: number of tokens of each sequence before the step. None: the host does not know it.
-        begins: whether these are the first tokens of a growing pool. Then `ops.run_from_dense` makes the pages with
-            their contents.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it;
             use all columns.
     Attributes:
@@ -40,10 +38,10 @@ class Step:
 
     def __init__(
         self, lengths: list[int], cu_seqlens: torch.Tensor | None, num_layers: int, before: list[int] | None,
-        begins: bool, columns: int | None,
+        columns: int | None,
     ) -> None:  # fmt: skip
         self.lengths, self.cu_seqlens, self.num_layers = lengths, cu_seqlens, num_layers
-        self.before, self.begins, self.columns = before, begins, columns
+        self.before, self.columns = before, columns
         self.num_tokens, self.longest = sum(lengths), max(lengths)
         self.ragged = cu_seqlens is not None and min(lengths) < self.longest
         self.options = Append(cu_seqlens, self.longest)
@@ -105,21 +103,15 @@ class Steps:
         """A new step: reserve pages for all layers, and update the lengths on the host."""
         table, new = self.table, self._divide(num_tokens, lengths)
         cu_seqlens = None if lengths is None else table.to_device([0, *accumulate(new)], torch.int32)
-        before, longest, columns, begins = table.lengths, max(new), None, False
+        before, longest, columns = table.lengths, max(new), None
         if table.max_seqlen is not None:
             table.check_room(new, cu_seqlens)
             columns = num_pages_of(longest) if table.counted and not any(before) else None
         elif longest > table.headroom:
-            # `ops.run_from_dense` has no static scales.
-            begins = not table.num_pages and lengths is None
-            begins = begins and all(x.scales is None and not x.format.spec.v_in_k for x in table.layers)
-            if begins:
-                table.begin(longest)
-            else:
-                table.reserve([old + n for old, n in zip(before, new, strict=True)])
-        if table.counted and not begins:
+            table.reserve([old + n for old, n in zip(before, new, strict=True)])
+        if table.counted:
             table.advance(new, longest)
-        return Step(new, cu_seqlens, len(table.layers), before if table.counted else None, begins, columns)
+        return Step(new, cu_seqlens, len(table.layers), before if table.counted else None, columns)
 
     def _divide(self, num_tokens: int, lengths: Sequence[int] | None) -> list[int]:
         """The number of new tokens of each sequence."""

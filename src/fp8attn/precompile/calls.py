@@ -77,10 +77,10 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
         from ..kernels.decode import MAX_ROWS
 
         most_few = MAX_ROWS * layer.num_kv_heads // layer.num_q_heads
-    # A growing cache quantizes its first tokens by `from_dense`. An engine that keeps the lengths does not, and has no
-    # dense calls either. These have no softcap, sinks, calibrated scales, means or head_dim above 256.
-    begins_dense = layer.advance and not layer.static_scales
-    has_dense_calls = begins_dense and layer.head_dim <= MOST_DENSE and not layer.attention & {"softcap", "sinks"}
+    # Dense calls have no softcap, sinks, calibrated scales, means or head_dim above 256, and an engine that keeps the
+    # lengths has none.
+    has_dense_calls = layer.advance and not layer.static_scales and layer.head_dim <= MOST_DENSE
+    has_dense_calls = has_dense_calls and not layer.attention & {"softcap", "sinks"}
     dense = replace(layer, k_mean=False, v_mean=False)
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few
@@ -98,8 +98,6 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
                 yield partial(attend_new, dense, batch, tokens, causal)
         for ragged in (False, True):
             yield partial(append, layer, tokens, ragged)
-        if begins_dense:
-            yield partial(from_dense, layer, tokens)
         if has_dense_calls:
             yield partial(from_dense, dense, tokens)
     # Few points of the grid combine parts of the keys, and the number of parts varies. Each of these kernels compiles
@@ -174,7 +172,7 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
 
 
 def from_dense(layer: Layer, tokens: int) -> None:
-    """Quantize the first tokens of a growing cache, or the keys of a dense call."""
+    """Quantize the keys of a dense call."""
     x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=layer.dtype)
     load(layer.backend).from_dense(x, x, _format(layer))
 
