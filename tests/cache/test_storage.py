@@ -118,9 +118,9 @@ def test_files_that_are_refused(tmp_path):
     save_file(tensors, tmp_path / "other", {"format": "fp8attn.kv_scales.2"})
     with pytest.raises(ValueError, match=r"does not hold sequences of a cache .*'fp8attn.kv_scales.2'"):
         PagedKVCache.load(tmp_path / "other")
-    storage.write(tmp_path / "small", tensors, {number: layer | {"page_size": 64} for number, layer in layers.items()})
-    with pytest.raises(ValueError, match="has pages of 64 tokens, and this version of fp8attn has pages of 128"):
-        PagedKVCache.load(tmp_path / "small")
+    storage.write(tmp_path / "odd", tensors, {number: layer | {"spec": "k9.int8"} for number, layer in layers.items()})
+    with pytest.raises(ValueError, match=r"not as written .*there are no pages 'k9\.int8'.*save it again"):
+        PagedKVCache.load(tmp_path / "odd")
     storage.write(tmp_path / "several", tensors, layers | {1: layers[1] | {"window": 200}})
     with pytest.raises(ValueError, match=r"has layers of several shapes or windows.*FP8Cache\.load reads the file"):
         PagedKVCache.load(tmp_path / "several")

@@ -11,9 +11,9 @@ A file holds, for `n` sequences:
 | `factor.LAYER` | `[num_kv_heads, rank / 128]` float32 | `KVFormat.factor`; absent: one |
 | `scales.LAYER.NAME` | as in `LayerScales` | calibrated scales; absent: pages have their own |
 
-Its metadata has the format of the file, a checksum, and of each layer the shape, the format of keys, the window, and of
-latents the name of their `PageSpec`. Layers have the numbers of their model. So a file does not depend on how a model's
-layers were divided over caches, such as those of several devices.
+Its metadata has the format of the file, a checksum, and of each layer `SHARED` and whether keys are rotated. Layers
+have the numbers of their model. So a file does not depend on how a model's layers were divided over caches, such as
+those of several devices.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from ..scales import TENSORS, LayerScales
 from .page_table import PageTable, first_column, num_pages_of
 
 Layers = dict[int, dict[str, Any]]  # of each layer of a file: `SHARED`, and `rotate_keys`
-FORMAT = "fp8attn.kv_pages.4"
-# What the layers of one cache have in common, and those of latents also the name of their spec.
-SHARED = ("num_kv_heads", "head_dim", "page_size", "key_dtype", "window")
+FORMAT = "fp8attn.kv_pages.5"
+SHARED = ("num_kv_heads", "spec", "window")  # what the layers of one cache have in common; the spec by its name
 STATIC = ("k_mean", "v_mean", "factor")  # the names of `KVFormat.tensors`
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
@@ -74,11 +73,9 @@ def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple
     layers: Layers = {}
     index = table.to_device(list(places), torch.long)
     for number, layer in zip(numbers, table.layers, strict=True):
-        format, spec = layer.format, layer.format.spec
-        values = layer.num_kv_heads, spec.k_dim, PAGE_SIZE, spec.k.name, table.window
+        format = layer.format
+        values = layer.num_kv_heads, format.name, table.window
         layers[number] = dict(zip(SHARED, values, strict=True)) | {"rotate_keys": format.rotate}
-        if spec.v_in_k:
-            layers[number]["spec"] = spec.name
         tensors[f"pages.{number}"] = layer.fit(table.num_pages)[index].cpu()
         tensors[f"page_table.{number}"] = torch.tensor(rows, dtype=torch.int32)
         for name, x in zip(STATIC, format.tensors, strict=True):
@@ -91,42 +88,38 @@ def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple
 
 def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, max_seqlen: int | None) -> Saved:
     """The sequences of these layers of a file; see `PagedKVCache.load`."""
-    shapes = [[layer.get(name) for name in (*SHARED, "spec")] for layer in layers.values()]
+    shapes = [[layer.get(name) for name in SHARED] for layer in layers.values()]
     if any(shape != shapes[0] for shape in shapes):
         raise UsageError(
             f"{path} has layers of several shapes or windows, and a PagedKVCache has one; FP8Cache.load reads the file"
         )
     try:
-        numbers, shared = list(layers), dict(next(iter(layers.values())))
-        shared["rotate_keys"] = [layer["rotate_keys"] for layer in layers.values()]
-        page_size = shared.pop("page_size")
-        spec = spec_of(shared.pop("spec")) if "spec" in shared else PageSpec.of(shared["head_dim"], shared["key_dtype"])
-        shared["head_dim"] = spec
-        if page_size == PAGE_SIZE:
-            lengths, tables = _table(tensors, numbers, shared["window"])
-            num_pages = 1 + max((page for pages in tables for page in pages), default=-1)
-            pools = _pools(tensors, numbers, num_pages, shared["num_kv_heads"], spec)
-    except (KeyError, StopIteration, TypeError, ValueError) as error:
+        numbers, rotated = list(layers), [layer["rotate_keys"] for layer in layers.values()]
+        num_kv_heads, name, window = (layers[numbers[0]][name] for name in SHARED)
+        spec = spec_of(name)
+        lengths, tables = _table(tensors, numbers, window)
+        num_pages = 1 + max((page for pages in tables for page in pages), default=-1)
+        pools = _pools(tensors, numbers, num_pages, num_kv_heads, spec)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {AGAIN}") from error
-    if page_size != PAGE_SIZE:
-        raise UsageError(
-            f"{path} has pages of {page_size} tokens, and this version of fp8attn has pages of {PAGE_SIZE}; {AGAIN}"
-        )
     if max_seqlen is not None and max(lengths) > max_seqlen:
         raise UsageError(
             f"{path} has sequences of {max(lengths)} tokens, which do not fit into max_seqlen={max_seqlen}; give a "
             f"larger one"
         )
+    options = {
+        "num_kv_heads": num_kv_heads, "head_dim": spec, "num_layers": len(numbers), "num_seqs": len(lengths),
+        "window": window, "rotate_keys": rotated,
+    }  # fmt: skip
     if _has_scales(tensors, numbers):
-        shared["scales"] = [
+        options["scales"] = [
             LayerScales(
-                **{name: tensors[f"scales.{number}.{name}"] for name in TENSORS}, key_dtype=shared["key_dtype"],
-                rotate_keys=rotated,
+                **{name: tensors[f"scales.{number}.{name}"] for name in TENSORS}, key_dtype=spec.k.name,
+                rotate_keys=each,
             )
-            for number, rotated in zip(numbers, shared["rotate_keys"], strict=True)
+            for number, each in zip(numbers, rotated, strict=True)
         ]  # fmt: skip
     static = [tuple(tensors.get(f"{name}.{number}") for name in STATIC) for number in numbers]
-    options = shared | {"num_layers": len(numbers), "num_seqs": len(lengths)}
     return Saved(options, lengths, tables, pools, static)
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from ...cache import PagedKVCache, storage
 from ...errors import UsageError
 from ...formats.codec import KeyDtype
+from ...formats.spec import spec_of
 from .config import LayerSpec, decoder_config
 from .layers import FP8Layer, groups_of
 
@@ -95,7 +96,7 @@ def read(path: str | Path, max_cache_len: int | None) -> CacheFile:
     try:
         identity, saved_len = (json.loads(metadata[name]) for name in ("model", "max_cache_len"))
         windowed = any(layer["window"] for layer in layers.values())
-        key_dtype, *_ = [layer["key_dtype"] for layer in layers.values()]
+        key_dtype, *_ = [spec_of(layer["spec"]).k.name for layer in layers.values()]
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is incomplete or not as written ({error!r}); {storage.AGAIN}") from error
     if max_cache_len != saved_len and (windowed or any(name.startswith("layers.") for name in tensors)):
