@@ -69,17 +69,13 @@ class KVPages:
                 f"pool must be [num_pages, num_kv_heads, {nbytes}] for head_dim {self.head_dim}, and page_table "
                 f"[num_seqs, max_pages]; got {tuple(self.pool.shape)} and {tuple(self.page_table.shape)}"
             )
-        means = (self.num_kv_heads, spec.k_dim), (self.num_kv_heads, spec.v_dim)
-        for name, x, shape, dtype in (
-            ("pool", self.pool, self.pool.shape, torch.uint8), ("page_table", self.page_table, self.page_table.shape,
-            torch.int32),
-            ("cache_seqlens", self.cache_seqlens, (self.num_seqs,), torch.int32),
-            ("stored_k_mean", format.stored_k_mean, means[0], torch.float32),
-            ("v_mean", format.v_mean, means[1], torch.float32),
-            ("factor", format.factor, (self.num_kv_heads, spec.v_dim // latent.BLOCK), torch.float32),
-        ):  # fmt: skip
+        check_tensor(self.pool, "pool", self.pool.shape, torch.uint8, self.device)
+        check_tensor(self.page_table, "page_table", self.page_table.shape, torch.int32, self.device, contiguous=False)
+        check_tensor(self.cache_seqlens, "cache_seqlens", (self.num_seqs,), torch.int32, self.device)
+        names = "stored_k_mean", "v_mean", "factor"
+        for name, x, width in zip(names, format.tensors, spec.static_widths.values(), strict=True):
             if x is not None:
-                check_tensor(x, name, shape, dtype, self.device, contiguous=name != "page_table")
+                check_tensor(x, name, (self.num_kv_heads, width), torch.float32, self.device)
         if (
             type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16
         ):  # the fake tensors of a compilation have no address
@@ -165,12 +161,8 @@ class KVPages:
             check_size(size, name, 0)
         check_flags(rotate_keys=rotate_keys)
         device = torch.empty(0, device=device).device  # with its index
-        for name, mean, width in (
-            ("k_mean", k_mean, spec.k_dim),
-            ("v_mean", v_mean, spec.v_dim),
-            ("factor", factor, spec.v_dim // latent.BLOCK),
-        ):
-            check_mean(mean, name, (num_kv_heads, width), device)
+        for (name, width), x in zip(spec.static_widths.items(), (k_mean, v_mean, factor), strict=True):
+            check_mean(x, name, (num_kv_heads, width), device)
         format = KVFormat.of(spec, key_dtype, rotate_keys, k_mean, v_mean, factor)
         entries = torch.arange(num_seqs * max_pages, dtype=torch.int32, device=device).view(num_seqs, max_pages)
         return cls(

@@ -10,7 +10,6 @@ import torch
 from ..checks import check_finite, check_is_tensor
 from ..errors import UsageError
 from ..formats.kv_format import KVFormat
-from ..formats.latent import BLOCK
 from ..formats.page_layout import PAGE_SIZE, V_GROUP, V_ORDER, scales_of
 from ..formats.spec import PageSpec
 from ..pages import KVPages
@@ -80,11 +79,8 @@ class LayerPages:
             if k_mean is not None or v_mean is not None:
                 raise ValueError("calibrated scales include means; leave out k_mean and v_mean")
             k_mean, v_mean = scales.k_mean, scales.v_mean
-        for name, x, width in (
-            ("k_mean", k_mean, spec.k_dim),
-            ("v_mean", v_mean, spec.v_dim),
-            ("factor", factor, spec.v_dim // BLOCK),
-        ):
+        static = k_mean, v_mean, factor
+        for (name, width), x in zip(spec.static_widths.items(), static, strict=True):
             if x is not None:
                 check_is_tensor(x, name, f"[{num_kv_heads}, {width}]")
                 if x.shape != (num_kv_heads, width):
@@ -93,10 +89,8 @@ class LayerPages:
         self.scales, self.device, self.num_kv_heads = scales, device, num_kv_heads
         self.pool: torch.Tensor | None = None
         self._pages: KVPages | None = None  # None after a tensor of this layer was replaced
-        self.format = KVFormat(spec.name, rotate_keys)
-        if k_mean is not None or v_mean is not None or factor is not None or spec.v_in_k:
-            static = (None if x is None else x.float() for x in (k_mean, v_mean, factor))
-            self.use_tensors(*KVFormat.of(spec, spec.k.name, rotate_keys, *static).tensors)
+        self.format = KVFormat.of(spec, spec.k.name, rotate_keys, *(None if x is None else x.float() for x in static))
+        self.use_tensors(*self.format.tensors)
 
     def use_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Set the static tensors of the format (`KVFormat.tensors`), as to those of another cache's pages."""

@@ -29,7 +29,6 @@ import torch
 from ..checks import check_tensor
 from ..errors import UsageError
 from ..files import read_tensors, write_tensors
-from ..formats.latent import BLOCK
 from ..formats.page_layout import PAGE_SIZE
 from ..formats.spec import PageSpec, spec_of
 from ..scales import TENSORS, LayerScales
@@ -38,7 +37,6 @@ from .page_table import PageTable, first_column, num_pages_of
 Layers = dict[int, dict[str, Any]]  # of each layer of a file: `SHARED`, and `rotate_keys`
 FORMAT = "fp8attn.kv_pages.5"
 SHARED = ("num_kv_heads", "spec", "window")  # what the layers of one cache have in common; the spec by its name
-STATIC = ("k_mean", "v_mean", "factor")  # the names of `KVFormat.tensors`
 CPU = torch.device("cpu")
 AGAIN = "save it again with this version of fp8attn, or prefill the prompt again"
 
@@ -78,7 +76,7 @@ def pack(table: PageTable, seqs: Iterable[int], numbers: Iterable[int]) -> tuple
         layers[number] = dict(zip(SHARED, values, strict=True)) | {"rotate_keys": format.rotate}
         tensors[f"pages.{number}"] = layer.fit(table.num_pages)[index].cpu()
         tensors[f"page_table.{number}"] = torch.tensor(rows, dtype=torch.int32)
-        for name, x in zip(STATIC, format.tensors, strict=True):
+        for name, x in zip(format.spec.static_widths, format.tensors, strict=True):
             if x is not None:
                 tensors[f"{name}.{number}"] = x.cpu().clone()  # tensors in a file share no memory
         if layer.scales is not None:
@@ -119,7 +117,7 @@ def unpack(tensors: dict[str, torch.Tensor], layers: Layers, path: str | Path, m
             )
             for number, each in zip(numbers, rotated, strict=True)
         ]  # fmt: skip
-    static = [tuple(tensors.get(f"{name}.{number}") for name in STATIC) for number in numbers]
+    static = [tuple(tensors.get(f"{name}.{number}") for name in spec.static_widths) for number in numbers]
     return Saved(options, lengths, tables, pools, static)
 
 
@@ -160,7 +158,7 @@ def _pools(
     pool, scale, mean = (num_pages, heads, spec.layout.nbytes), (heads,), (heads, spec.k_dim)
     for number in numbers:
         check_tensor(tensors[f"pages.{number}"], f"pages.{number}", pool, torch.uint8, CPU)
-        for kind, width in zip(STATIC, (spec.k_dim, spec.v_dim, spec.v_dim // BLOCK), strict=True):
+        for kind, width in spec.static_widths.items():
             if (name := f"{kind}.{number}") in tensors:
                 check_tensor(tensors[name], name, (heads, width), torch.float32, CPU)
         for name in TENSORS if _has_scales(tensors, numbers) else ():

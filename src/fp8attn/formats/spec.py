@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..errors import UsageError
 from .codec import CODECS, DEFAULT_KEY_DTYPE, E4M3, INT8, Codec, codec_of
 from .page_layout import PAGE_SIZE, PageLayout
+from .rotation import MAX_BLOCK
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # channels of heads that pages exist for
 RANKS = (128, 256, 512, 1024)  # channels of latents, and of the key with RoPE beside them, that pages exist for
@@ -74,6 +75,13 @@ class PageSpec:
         of a key with RoPE. `refusal` says whether there are such pages.
         """
         return cls(rank + rope, rank, INT8, INT8, v_in_k=True, scales="token")
+
+    @property
+    def static_widths(self) -> dict[str, int]:
+        """The widths of the static tensors of a KV head, by the names that public functions have for them, in the order
+        of `KVFormat.tensors`.
+        """
+        return {"k_mean": self.k_dim, "v_mean": self.v_dim, "factor": self.v_dim // MAX_BLOCK}
 
     @property
     def refusal(self) -> str | None:
