@@ -390,8 +390,8 @@ class PagedKVCache:
         self.steps.check_complete("select")
         if self.max_seqlen is not None and len(chosen) != self.num_seqs:
             raise ValueError(
-                f"a cache with max_seqlen keeps its number of sequences, and select would change it from "
-                f"{self.num_seqs} to {len(chosen)}; make the cache with the final number, or without max_seqlen"
+                f"a static cache keeps its number of sequences, and this would change it from {self.num_seqs} to "
+                f"{len(chosen)}: make it with the final number, or without max_seqlen (FP8Cache: max_cache_len)"
             )
         self.table.select(chosen)
         self.steps.last = None

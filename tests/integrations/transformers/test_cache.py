@@ -367,7 +367,7 @@ def test_crop_reset_and_moving_sequences(llama, static, skip):
         llama(ids[:, :70], past_key_values=cache)
     close(next_logits(cache), next_logits(filled(70)))
     if static:
-        with pytest.raises(ValueError, match="from 3 to 2 sequences"):
+        with pytest.raises(ValueError, match="from 3 to 2: make it with the final number"):
             cache.batch_select_indices(torch.tensor([0, 2]))
         return
     expected = next_logits(filled())

@@ -371,7 +371,7 @@ class FP8Cache(Cache):
                 f"Make the FP8Cache without max_cache_len"
             )
         for group in self.groups:  # it checks the argument before it changes anything
-            group.select(indices, method)
+            group.select(indices)
         for layer in self._movable.values():
             getattr(layer, method)(argument)
 

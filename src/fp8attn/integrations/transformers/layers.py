@@ -178,18 +178,10 @@ class FP8Layers:
         paged.select([0] * batch)
         return paged
 
-    def select(self, indices: list[int], method: str) -> None:
-        """Replace the sequences with those of these `indices`, for the cache's `method`. Copies share pages until one
-        of them writes.
-        """
-        if self.unused:
-            return
-        if self.options.max_cache_len is not None and len(indices) != self.paged.num_seqs:
-            raise ValueError(
-                f"{method} would change a static FP8Cache from {self.paged.num_seqs} to {len(indices)} sequences; use "
-                f"max_cache_len=None, or give the prompt to generate with the final batch"
-            )
-        self.paged.select(indices)
+    def select(self, indices: list[int]) -> None:
+        """Replace the sequences with those of these `indices`. Copies share pages until one of them writes."""
+        if not self.unused:
+            self.paged.select(indices)
 
     def __deepcopy__(self, memo: dict) -> FP8Layers:
         """A deep copy that refers to the same config, to continue one prompt in several ways."""
