@@ -128,14 +128,6 @@ def test_weights_and_calls_are_of_inference_mode_or_not(made, called):
         assert torch.equal(model(**inputs)[0], expected)
 
 
-def test_wan_cross_attention_if_asked():
-    model, inputs = wan(2), wan_inputs()
-    plain = model(**inputs)[0]
-    with fp8_transformer(model, AttentionPolicy(min_length=1), cross_attention=True) as report:
-        assert 0 < relative_error(model(**inputs)[0], plain) < ERROR
-    assert report.fp8_calls == report.calls == 4
-
-
 def test_flux_joint_attention_by_block():
     model, inputs = flux(), flux_inputs()
     plain = model(**inputs)[0]

@@ -40,19 +40,15 @@ THROUGH_SDPA = {
 
 
 @contextmanager
-def fp8_transformer(
-    transformer: torch.nn.Module, policy: AttentionPolicy | None = None, *, cross_attention: bool = False
-) -> Iterator[AttentionReport]:
-    """Run the attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the pipeline
-    changes.
+def fp8_transformer(transformer: torch.nn.Module, policy: AttentionPolicy | None = None) -> Iterator[AttentionReport]:
+    """Run the self-attention of a Wan or Flux transformer in FP8 until the `with` block ends; nothing else in the
+    pipeline changes. Attention to the prompt, whose keys are few, stays in 16 bits.
 
     Args:
         transformer: a `WanTransformer3DModel` or `FluxTransformer2DModel`, compiled or not. Wan 2.2's second
             transformer needs its own context.
         policy: `skip_first` and `skip_last` count blocks, Flux's double blocks before the single ones. Default:
             `AttentionPolicy()`.
-        cross_attention: also run the attention to the prompt in FP8. Its keys are few, rarely as many as the policy's
-            `min_length`.
     Yields:
         The `AttentionReport`; its `step` is called by `on_step_end`.
     Raises:
@@ -78,7 +74,7 @@ def fp8_transformer(
             f"the attention backend {backend.value!r} does not call scaled_dot_product_attention: "
             "call transformer.set_attention_backend('native') first"
         )
-    if not cross_attention and kind in CROSS_ATTENTION:
+    if kind in CROSS_ATTENTION:
         policy = replace(policy, skip=(*policy.skip, CROSS_ATTENTION[kind]))
     blocks = [block for name in BLOCKS[kind] for block in getattr(inner, name)]
     with fp8_attention(policy, inner, layers=blocks) as report:
