@@ -17,7 +17,6 @@ from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import BackendName, check_backend, options_of
-from ..precompile.calls import Layer as KernelLayer
 from ..scales import LayerScales
 from . import storage
 from .ahead import Ahead, Attention
@@ -113,7 +112,7 @@ class PagedKVCache:
             for layer in self.layers:
                 layer.fit(num_pages)
         self.table = PageTable(self.layers, num_seqs, num_pages, self.device, window, max_seqlen)
-        self.ahead = Ahead()
+        self.ahead = Ahead(self.table)
         self.steps = Steps(self.table)
         self._mark_static()
 
@@ -236,7 +235,7 @@ class PagedKVCache:
         try:
             if not step.pages:
                 name = target if isinstance(target, str) else target.name
-                self.ahead.begin(self, name, k.dtype, step)
+                self.ahead.begin(name, k.dtype, step)
             table = self.table
             pages = of_layer.pages(table.page_table, table.cache_seqlens[layer], len(table.references))
             if step.columns is not None:
@@ -332,7 +331,7 @@ class PagedKVCache:
             changing = options_of(
                 window=window, softcap=softcap, sinks=sinks, exact=exact, batch_invariant=batch_invariant
             )
-            self.ahead.attend(self, layer, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
+            self.ahead.attend(layer, step, Attention(q.shape[1], changing, causal, leftpad_k is not None))
         out, lse = ops.run_attention(resolve(self.backend, q, self.spec.name), q, pages, params)
         return (out, lse) if return_lse else out
 
@@ -539,22 +538,6 @@ class PagedKVCache:
         if torch.compiler.is_compiling() and pages.pool is not None:  # it would guard on an object that is kept
             return KVPages.trusted(pages.pool, table.page_table, lengths, pages.format)
         return pages.pages(table.page_table, lengths, table.num_pages)
-
-    def kernel_layers(self, backend: BackendName, dtype: torch.dtype) -> set[KernelLayer]:
-        """The different formats of the layers, for `precompile`. The number of query heads is not known here. Kernels
-        of latents are few, and compiled at their first launch.
-        """
-        if self.spec.v_in_k:
-            return set()
-        return {
-            KernelLayer(
-                self.num_kv_heads, self.num_kv_heads, self.head_dim, dtype=dtype, backend=backend,
-                key_dtype=self.key_dtype, rotate_keys=layer.format.rotate,
-                k_mean=layer.format.stored_k_mean is not None, v_mean=layer.format.v_mean is not None,
-                static_scales=layer.scales is not None,
-            )
-            for layer in self.layers
-        }  # fmt: skip
 
     def _mark_static(self) -> None:
         """Dynamo may keep the addresses of the static form's tensors: CUDA graphs write into them in place."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..kernels.launch import Launch
 
 logger = logging.getLogger(__name__)
-QUIET = 1.0  # seconds before progress is shown: kernels on disk load in less
+QUIET = 1.0  # seconds before anything is said: kernels on disk load in less
 
 _ready: set[tuple] = set()  # the GPU's index and the specialization of each kernel that was compiled
 one_at_a_time = Lock()  # two threads that make the same first calls compile once
@@ -116,26 +116,14 @@ def compiling(
 
 
 def _show(jobs: list[Future[Any]]) -> None:
-    """Wait for all jobs. From `QUIET` seconds on, a terminal or a notebook shows how many of the others are done, in
-    one line.
-    """
+    """Wait for all jobs. If they take longer than `QUIET`, the log and a terminal say what this process waits for."""
     begun = time.perf_counter()
     _, running = wait(jobs, QUIET)
     if not running:
         return
-    count, shown = len(running), sys.stderr is not None and sys.stderr.isatty()
-    logger.info("compiling %d kernels for this model and GPU, once; Triton's cache keeps them", count)
-    while running:
-        if shown:
-            done = f"{count - len(running)} of {count} done, {time.perf_counter() - begun:.0f} s"
-            sys.stderr.write(f"\rfp8attn: compiling {count} kernels for this model and GPU, once: {done} ")
-            sys.stderr.flush()
-        _, running = wait(running, 1.0)
-    seconds = time.perf_counter() - begun
-    logger.info("compiled %d kernels in %.1f s", count, seconds)
-    if shown:
-        sys.stderr.write(
-            f"\rfp8attn: compiled {count} kernels for this model and GPU in {seconds:.1f} s; Triton's cache keeps them "
-            f"\n"
-        )
-        sys.stderr.flush()
+    what = f"compiling {len(running)} kernels for this model and GPU, once; Triton's cache keeps them"
+    logger.info(what)
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"fp8attn: {what}", file=sys.stderr, flush=True)
+    wait(running)
+    logger.info("compiled %d kernels in %.1f s", len(running), time.perf_counter() - begun)
