@@ -8,8 +8,7 @@ from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
 
 import fp8attn
 from fp8attn.integrations import warmup
-from fp8attn.precompile.target import backend_for
-from tests.support import compiling
+from tests.support import compiling, machines
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 pytest.importorskip("typer")
@@ -27,16 +26,19 @@ from pathlib import Path
 import fp8attn
 from fp8attn.precompile import calls
 from fp8attn_tools.cli.app import app
+from tests.support.machines import pretended
 from typer.testing import CliRunner
 calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.BEFORE = (1,), (), (1,), (0,)
 folder, reported = Path(sys.argv[1]), []
 shape = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-first = fp8attn.warmup(**shape, target="sm_80", progress=lambda *counts: reported.append(counts))
-files = [len([*folder.glob("*/*.cubin")])]
-again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "8,2,64", "--target", "sm_80", "--json"]).stdout)
+with pretended("sm_80"):
+    first = fp8attn.warmup(**shape, progress=lambda *counts: reported.append(counts))
+    files = [len([*folder.glob("*/*.cubin")])]
+    again = json.loads(CliRunner().invoke(app, ["warmup", "--shape", "8,2,64", "--json"]).stdout)
 files.append(len([*folder.glob("*/*.cubin")]))
 try:
-    fp8attn.warmup(**shape, target="sm_90")
+    with pretended("sm_90"):
+        fp8attn.warmup(**shape)
 except fp8attn.UsageError as error:
     refused = str(error)
 print(json.dumps({"first": first, "again": again["kernels"], "reported": reported, "files": files, "refused": refused}))
@@ -51,12 +53,12 @@ def test_a_kernel_is_compiled_and_then_found(tmp_path):
     assert {*names} == {"portable_kernel", "step_kernel", "page_kernel", "_combine_kernel"}
     assert found["reported"] == [[done, len(names)] for done in range(len(names) + 1)]
     assert found["files"] == [len(names)] * 2 and sorted(kernel["name"] for kernel in found["again"]) == names
-    assert "this process has planned launches for another GPU than sm_90" in found["refused"]
+    assert "this process has planned launches for another GPU than cuda" in found["refused"]
 
 
 @pytest.mark.parametrize("shape", ["32,8", "32,8,128,1", "32,x,128"])
 def test_a_shape_is_three_numbers(shape):
-    result = CliRunner().invoke(app, ["warmup", "--shape", shape, "--target", "sm_80"], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["warmup", "--shape", shape], catch_exceptions=False)
     assert result.exit_code == 2 and "--shape must be" in result.output
 
 
@@ -67,12 +69,14 @@ def test_a_compiler_that_fails_is_an_error():
 from fp8attn.kernels import compile
 from fp8attn.precompile import calls
 import fp8attn
+from tests.support.machines import pretended
 calls.STEPS, calls.PROMPTS, calls.BATCHES, calls.BEFORE = (1,), (), (1,), (0,)
 def fail(*given, **target):
     raise OSError("no compiler here")
 compile.compiled = fail
 try:
-    fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64, target="sm_80")
+    with pretended("sm_80"):
+        fp8attn.warmup(num_q_heads=8, num_kv_heads=2, head_dim=64)
 except OSError as error:
     print(error)
 """
@@ -83,31 +87,28 @@ def test_the_interpreter_compiles_nothing(monkeypatch):
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "interpret", True)
-    with pytest.raises(fp8attn.UsageError, match="TRITON_INTERPRET=1 interprets them: unset it"):
-        fp8attn.warmup(**SHAPE, target="sm_80")
+    with machines.pretended("sm_80"), pytest.raises(fp8attn.UsageError, match="interprets them: unset it"):
+        fp8attn.warmup(**SHAPE)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "give a transformers config, or all of"),
-        ({"num_q_heads": 32, "target": "sm_90"}, "give a transformers config, or all of"),
+        ({"num_q_heads": 32}, "give a transformers config, or all of"),
         (SHAPE | {"device": "cpu"}, "cpu is not a GPU. Run it on the machine that will serve"),
-        (SHAPE | {"target": "sm_9"}, "target must be one of sm_80"),
-        (SHAPE | {"target": "sm_80", "backend": "hopper"}, "'hopper' has no kernels for sm_80"),
         (
-            SHAPE | {"target": "sm_90", "dtype": torch.float32},
+            SHAPE | {"dtype": torch.float32},
             "torch.bfloat16 or torch.float16, which the kernels take; got torch.float32",
         ),
         (
-            SHAPE | {"target": "sm_90", "dtype": "bfloat16"},
+            SHAPE | {"dtype": "bfloat16"},
             "torch.bfloat16 or torch.float16, which the kernels take; got 'bfloat16'",
         ),
-        (SHAPE | {"target": "sm_90", "attention": "window"}, r"pass \('window',\)"),
-        (SHAPE | {"target": "sm_90", "head_dim": 100}, "head_dim must be one of"),
-        (SHAPE | {"target": "sm_90", "head_dim": 512, "backend": "hopper"}, "take a head_dim of up to 256, not 512"),
-        (SHAPE | {"target": "sm_90", "num_kv_heads": 5}, "multiple of num_kv_heads"),
-        (SHAPE | {"target": "sm_90", "key_dtype": "int4"}, "key_dtype must be one of"),
+        (SHAPE | {"attention": "window"}, r"pass \('window',\)"),
+        (SHAPE | {"head_dim": 100}, "head_dim must be one of"),
+        (SHAPE | {"num_kv_heads": 5}, "multiple of num_kv_heads"),
+        (SHAPE | {"key_dtype": "int4"}, "key_dtype must be one of"),
     ],
 )
 def test_what_it_cannot_compile(options, message):
@@ -144,10 +145,3 @@ def test_a_config_may_have_layers_of_several_shapes(monkeypatch):
     )
     found = [(layer.num_kv_heads, layer.head_dim, sorted(layer.attention)) for layer in fp8attn.warmup(config)]
     assert found == [(4, 256, []), (4, 256, ["window"]), (2, 512, [])]
-
-
-@pytest.mark.parametrize(
-    ("target", "head_dim", "backend"), [("sm_90", 256, "hopper"), ("sm_90", 512, "triton"), ("sm_80", 256, "triton")]
-)
-def test_each_head_dim_has_its_backend(target, head_dim, backend):
-    assert backend_for(target, "auto", head_dim) == backend

@@ -53,7 +53,7 @@ from fp8attn.kernels.gluon import gl, gluon  # noqa: E402
 from fp8attn.kernels.launch import Constants, Counters, Tiles, launch, recording  # noqa: E402
 from fp8attn.kernels.view import View  # noqa: E402
 from fp8attn.precompile.calls import Layer, attend, from_dense  # noqa: E402
-from fp8attn.precompile.target import TARGETS  # noqa: E402
+from tests.support.machines import TARGETS  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 ROWS = View((1024, 64), (64, 1), (128, 64))

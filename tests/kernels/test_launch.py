@@ -95,15 +95,12 @@ def test_what_was_compiled_serves_other_sizes(launches):
     assert launches["rows"]["attended"]["other sizes"] == {"ordinary": 0, "launches": 2}
 
 
-@pytest.mark.parametrize(("pool", "calls", "tensors"), [("grows", 93, 15), ("fixed", 115, 16)])
-def test_a_prompt_s_append_clears_nothing_that_it_writes(launches, pool, calls, tensors):
-    """A new cache and its first append. Of one that grows torch makes the pool, the table and the lengths of all
-    layers, and views; one of a fixed size it clears, and gives it a table. Twenty of the calls find the kernels that a
-    prompt of this cache needs.
-    """
+@pytest.mark.parametrize("pool", ["grows", "fixed"])
+def test_a_prompt_s_append_calls_little_python(launches, pool):
+    """A new cache and its first append. Twenty of the calls find the kernels that a prompt of this cache needs."""
     row = launches["rows"]["prompted"][pool]
     assert row["ordinary"] == 0 and row["launches"] == 1
-    assert row["calls"] <= calls and row["tensors"] <= tensors, row
+    assert row["calls"] <= 127 and row["tensors"] <= 7, row
 
 
 @pytest.mark.parametrize(("case", "most"), [("own", 46), ("in a context", 56)])

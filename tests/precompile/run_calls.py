@@ -32,7 +32,7 @@ from fp8attn.pages import KVPages
 from fp8attn.params import BackendName
 from fp8attn.precompile import first
 from fp8attn.precompile.calls import Layer, calls_of
-from fp8attn.precompile.target import TARGETS
+from tests.support.machines import TARGETS
 
 LLAMA = Layer(32, 8, 128)
 CASES = {

@@ -25,8 +25,8 @@ from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.precompile import first
-from fp8attn.precompile.target import TARGETS
 from fp8attn.scales import LayerScales
+from tests.support.machines import TARGETS
 
 PROMPTS = (1, 40, 300, 9000)
 

@@ -19,7 +19,7 @@ from fp8attn.kernels.launch import recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.precompile import calls, first
 from fp8attn.precompile.calls import Layer
-from fp8attn.precompile.target import TARGETS
+from tests.support.machines import TARGETS
 
 SHAPES = {"llama": (32, 8, 128), "qwen": (12, 2, 128), "mha": (24, 24, 128), "d64": (12, 12, 64)}
 MOST = 1 << 18  # queries of a dense call

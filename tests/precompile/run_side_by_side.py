@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from fp8attn.kernels import compile, machine
 from fp8attn.precompile import calls, first
-from fp8attn.precompile.target import TARGETS
+from tests.support.machines import TARGETS
 
 LAYER = calls.Layer(8, 2, 128, backend="triton")
 CALLS: list[Callable[[], None]] = [

@@ -30,7 +30,6 @@ def warmup(
     static_scales: bool = False,
     advance: bool = True,
     attention: Collection[AttentionOption] = (),
-    target: str | None = None,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
@@ -72,16 +71,13 @@ def warmup(
         attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a
             model whose sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of
             attention that is not exact), `"batch_invariant"` (instead of attention that is not).
-        target: an architecture to compile for without a GPU, such as `"sm_90"`, one in a process. The folder of
-            Triton's cache can then be copied to a machine with the same versions of Triton and of this package. (Triton
-            3.6 also builds a small C function for each kernel at its first launch, which needs the GPU's driver.)
         threads: number of threads that compile. Default: one for each core that this process may use.
         progress: called with (kernels done, number of kernels).
     Returns:
         The kernels.
     Raises:
         TypeError: `config` is not the config of a model.
-        UsageError: the shape is missing; there are no kernels for the device, target, dtype or shape; this process runs
+        UsageError: the shape is missing; there are no kernels for the device, dtype or shape; this process runs
             Triton's interpreter, or has planned launches for another GPU.
         Exception: a kernel did not compile; Triton's error.
     """
@@ -130,4 +126,4 @@ def warmup(
             layers.append(layer)
             if has_window or "window" in options:
                 layers.append(replace(layer, attention=layer.attention | {"window"}))
-    return compile_kernels(layers, device, target=target, threads=threads, progress=progress)
+    return compile_kernels(layers, device, threads=threads, progress=progress)

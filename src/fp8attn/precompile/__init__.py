@@ -10,14 +10,12 @@ nothing.
 |---|---|
 | `calls.py` | `Layer`, and the calls that it makes |
 | `first.py` | the kernels that calls launch, and the threads that compile them |
-| `target.py` | the GPU, or the architecture without one, that kernels are compiled for |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,7 +26,6 @@ from ..errors import UsageError
 from ..kernels.machine import machine, plans_are_for
 from . import first
 from .calls import Layer, calls_of
-from .target import TARGETS, backend_for, gpu
 
 
 class Kernel(NamedTuple):
@@ -47,7 +44,6 @@ def compile_kernels(
     layers: Sequence[Layer],
     device: torch.device | str,
     *,
-    target: str | None = None,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Kernel]:
@@ -56,46 +52,46 @@ def compile_kernels(
 
     Args:
         layers: layers of one dtype and backend, which may be `"auto"`: then each layer gets the one of its head_dim.
-        device, target, threads, progress: as `warmup` takes them.
+        device, threads, progress: as `warmup` takes them.
     Raises:
-        UsageError: there are no kernels for the device, target, dtype or shape; or this process has planned launches
+        UsageError: there are no kernels for the device, dtype or shape; or this process has planned launches
             for another GPU, or runs Triton's interpreter.
         Exception: a kernel did not compile; Triton's error.
     """
     from triton import knobs
-    from triton.backends.compiler import GPUTarget
 
-    from ..kernels.compile import compiling_for
-
-    index: int | None = None
-    driver: AbstractContextManager[None] = nullcontext()
-    if target is None:
-        device = gpu(device)
-        index, planned = device.index, machine(device)
-        backends = [select_backend(layer.backend, device, layer.dtype, layer.head_dim) for layer in layers]
-        if "reference" in backends:
-            raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
-    elif target not in TARGETS:
-        raise UsageError(f"target must be one of {', '.join(TARGETS)}; got {target!r}")
-    else:
-        driver, planned = compiling_for(GPUTarget("cuda", int(target.removeprefix("sm_")), 32)), TARGETS[target]
-        backends = [backend_for(target, layer.backend, layer.head_dim) for layer in layers]
+    device = _gpu(device)
+    backends = [select_backend(layer.backend, device, layer.dtype, layer.head_dim) for layer in layers]
+    if "reference" in backends:
+        raise UsageError("the backend 'reference' has no kernels to compile; use 'auto'")
     if knobs.runtime.interpret:
         raise UsageError(
             "warmup compiles kernels, and TRITON_INTERPRET=1 interprets them: unset it before Triton is imported"
         )
-    if not plans_are_for(planned):
+    if not plans_are_for(machine(device)):
         raise UsageError(
-            f"this process has planned launches for another GPU than {target or device}: run warmup in a process of "
-            f"its own"
+            f"this process has planned launches for another GPU than {device}: run warmup in a process of its own"
         )
     layers = [replace(layer, backend=backend) for layer, backend in zip(layers, backends, strict=True)]
-    with first.one_at_a_time, driver:
+    with first.one_at_a_time:
         launches = first.record(call for layer in layers for call in calls_of(layer))
         if progress is not None:
             progress(0, len(launches))
-        with first.compiling(launches, index, threads) as jobs:
+        with first.compiling(launches, device.index, threads) as jobs:
             for done, _ in enumerate(as_completed(jobs.values()), 1):
                 if progress is not None:
                     progress(done, len(jobs))
     return [Kernel(launches[key].kernel.fn.__name__, job.result()) for key, job in jobs.items()]
+
+
+def _gpu(device: torch.device | str) -> torch.device:
+    """The device with its index.
+
+    Raises:
+        UsageError: it is not a GPU, or there is none.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        reason = f"{device} is not a GPU" if device.type != "cuda" else "PyTorch finds no GPU"
+        raise UsageError(f"warmup compiles for a GPU, and {reason}. Run it on the machine that will serve")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

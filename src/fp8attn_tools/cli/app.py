@@ -281,9 +281,6 @@ def warmup(
     batch_invariant: Annotated[
         bool, typer.Option(help="Attention with batch_invariant=True of a cache instead of the other.")
     ] = False,
-    target: Annotated[
-        str | None, typer.Option(help="Compile for this architecture, such as sm_90, without a GPU.")
-    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(help="Kernels that are compiled at the same time. Default: one for each core.", min=1, max=1024),
@@ -316,7 +313,7 @@ def warmup(
         kernels = run(
             **layer, device=device, dtype=DTYPES[dtype], backend=backend, key_dtype=key_dtype, rotate_keys=rotate_keys,
             means=means,
-            static_scales=static_scales, attention=options, target=target, threads=threads, progress=tick,
+            static_scales=static_scales, attention=options, threads=threads, progress=tick,
         )  # fmt: skip
     seconds = time.monotonic() - begun
     if as_json:
