@@ -23,6 +23,7 @@ class Step(SimpleNamespace):
             num_reqs=len(queries), num_actual_tokens=sum(queries), max_query_len=max(queries), query_start_loc=bounds,
             query_start_loc_cpu=bounds, seq_lens=torch.tensor(lengths, dtype=torch.int32), max_seq_len=max(lengths),
             block_table_tensor=torch.tensor(tables, dtype=torch.int32), is_prefilling=None,
+            causal=True,
         )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def layer_impl(
     config = SimpleNamespace(
         model_config=model, parallel_config=parallel, cache_config=cache,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        additional_config=additional_config or {},
+        additional_config=additional_config or {}, diffusion_config=None,
         compilation_config=SimpleNamespace(static_forward_context={}), kv_transfer_config=connector,
         speculative_config=target and SimpleNamespace(target_model_config=SimpleNamespace(model=target, revision=None,
         max_model_len=512)),

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.config import ModelConfig
+from pydantic import ValidationError
+from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -147,7 +148,8 @@ def good(**changes):
     return SimpleNamespace(model_config=SimpleNamespace(**model), cache_config=space, parallel_config=space,
     scheduler_config=space,
                            kv_transfer_config=changes.get("kv_transfer_config"),
-                           speculative_config=changes.get("speculative_config"))  # fmt: skip
+                           speculative_config=changes.get("speculative_config"),
+                           diffusion_config=changes.get("diffusion_config"))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,7 @@ def good(**changes):
             "--disable-hybrid-kv-cache-manager",
         ),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
+        ({"diffusion_config": SimpleNamespace(canvas_length=256)}, "later ones .* has causal attention only"),
         (
             {"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)},
             r"draft layers of Gemma 4 \(MTP\) .* another method",
@@ -311,6 +314,17 @@ def chosen(**changes):
 def test_layers_that_gpus_serve(feature):
     """On a CPU vLLM does not ask, so engines do not show it."""
     assert chosen(**{feature: True}) == []
+
+
+def test_vllm_s_drafts_are_chains():
+    """It removed trees of drafts and their backend (vllm#42121). If it has them again, the plugin must read or refuse
+    their masks.
+    """
+    options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert SpeculativeConfig(**options).num_speculative_tokens == 3
+    with pytest.raises(ValidationError, match="speculative_token_tree"):
+        SpeculativeConfig(**options, speculative_token_tree="[(0,), (1,)]")
+    assert "TREE_ATTN" not in AttentionBackendEnum.__members__
 
 
 def test_vllm_prints_the_reasons():

@@ -50,6 +50,15 @@ def test_prompts_of_equal_lengths_need_no_bounds(builder, queries, equal):
     assert part.max_seqlen == max(queries) and (part.cu_seqlens is None) == equal
 
 
+@pytest.mark.parametrize("causal", [False, torch.tensor([True, False])])
+def test_a_step_that_is_not_causal_is_refused(builder, causal):
+    """Of models that generate by diffusion; vLLM says it for all sequences or for each."""
+    step = Step([1, 5], [300, 20], [[0, 1, 2], [3, 4, 5]])
+    step.causal = causal
+    with pytest.raises(UsageError, match=r"also attend to later ones .* leave out --attention-backend"):
+        builder.build(0, step)
+
+
 def test_padded_requests_of_a_graph(builder):
     """They have no tokens and a length of zero, and their tables name block 0."""
     step = Step([1, 1, 0, 0], [300, 20, 0, 0], [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]])

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...errors import UsageError
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
-from .supported import unsupported_on_cpu
+from .supported import NOT_CAUSAL, unsupported_on_cpu
 
 
 def parts_of(step: Any, num_decodes: int, decode_tokens: int, most: int) -> Step:
@@ -21,7 +21,11 @@ def parts_of(step: Any, num_decodes: int, decode_tokens: int, most: int) -> Step
     Args:
         num_decodes, decode_tokens: the sequences that vLLM takes for decodes, and their new tokens.
         most: new tokens that such a sequence may have.
+    Raises:
+        UsageError: sequences of the step are not causal.
     """
+    if step.causal is not True:  # a tensor has a bool for each sequence
+        raise UsageError(f"fp8attn cannot serve this model: {NOT_CAUSAL}")
     return step_of(
         step.seq_lens[: step.num_reqs],
         step.block_table_tensor[: step.num_reqs],

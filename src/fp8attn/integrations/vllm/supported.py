@@ -26,6 +26,10 @@ _SPARSE = (
 )
 _DCP = "a sequence's pages are divided over GPUs (--decode-context-parallel-size); use --tensor-parallel-size"
 _PCP = "a prompt is divided over GPUs (--prefill-context-parallel-size); use --tensor-parallel-size"
+NOT_CAUSAL = (
+    "its tokens also attend to later ones (models that generate by diffusion do), and fp8attn has causal attention "
+    "only; leave out --attention-backend"
+)
 _CACHES_LATENTS = f"it caches latents (MLA): pass --attention-backend {LATENT_NAME}, which needs vLLM 0.32 or newer"
 # That a layer has another dtype reaches only `validate_configuration`, which can refuse it, and cannot name another
 # backend. The layer's `__init__` then takes all that the backend gives: impl, builder and spec.
@@ -108,6 +112,9 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
         return _CACHES_LATENTS
     if model.dtype not in DTYPES:
         return _DTYPE
+    if config.diffusion_config is not None:
+        # `use_non_causal` of vLLM's attention_config does not tell: it is set only where no backend is named.
+        return NOT_CAUSAL
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
         return reason
     if (unit := getattr(cache, "prefix_match_unit", None)) is not None and unit % PAGE_SIZE:  # not in all releases
