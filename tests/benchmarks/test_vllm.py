@@ -42,6 +42,7 @@ class Engine:
         answers = {
             "check": ([-1.0 - self.nats.get(self.impl, 0.3)] * 4, [1, 2, 3 + (self.impl == "vllm-fp8")]), "prompt": ms,
             "steps": [ms] * 15, "alone and among": self.alone.get(self.impl),
+            "again": (*self.alone.get(self.impl, ()), 256),
             "profile": {"attention_ms": 1.0},
         }  # fmt: skip
         return answers.get(request, True)
@@ -128,6 +129,12 @@ def test_a_request_is_compared_with_itself_alone(engines, monkeypatch, capsys):
     assert found == {
         "vllm-bf16": (0.0, 0.0), "vllm-flashmla": (0.25, 0.0), "vllm-flashmla-fp8": (0.5, 0.0), "fp8attn": (0.375, 0.5)
     }  # fmt: skip
+    [*hits] = vllm.measure("mla16-hit-S32768")
+    assert hits[2] == {
+        "case": "mla16-hit-S32768", "impl": "fp8attn", "cached_tokens": 256, "nats_from_bf16": 1.0,
+        "nats_from_first": 0.5,
+    }  # fmt: skip
+    assert {asked[-2:] for asked in engines.asked if asked[1] == "start"} == {(66, 131072)}  # sequences, tokens
     monkeypatch.setattr(vllm, "vllm_release", lambda: (0, 26))
     assert not [*vllm.measure("mla16-check")]
     assert "mla16-check is left out: vLLM 0.26 has no plugins for latents, 0.32 has" in capsys.readouterr().out
