@@ -13,6 +13,7 @@ from __future__ import annotations
 import lzma
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,11 @@ HEADERS = {
     "nvidia-cublas==13.0.2.14": "nvidia/cu13/include/",
     TVM_FFI: "tvm_ffi/include/",
 }  # and where in a wheel
-ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+SM = 90
+ARCHITECTURE = f"-gencode=arch=compute_{SM}a,code=sm_{SM}a"
+FATBIN = struct.Struct("<IHHQ")  # the header of a library's code for GPUs: magic, version, its bytes, bytes behind it
+FATBIN_BEGINS = struct.pack("<IHH", 0xBA55ED50, 1, FATBIN.size)
+CODE = struct.Struct("<HHIQ12xI")  # the header of one of its parts: type, version, its bytes, bytes behind it, SM
 # Headers of torch that ask for all of CUDA's libraries or Python's headers, of which the sources need little.
 STAND_INS = {
     "ATen/cuda/CUDAContext.h": "#include <c10/cuda/CUDAStream.h>\nnamespace at::cuda { using "
@@ -84,6 +89,24 @@ def keep(name: str, contents: bytes) -> Path:
     return unfinished.rename(FOLDER / f"{name}.so.xz")
 
 
+def pruned(library: bytes) -> bytes:
+    """A library in which code for other GPUs is zero, so that it packs to nothing. What has no code for this one keeps
+    all: the driver may compile it.
+    """
+    found, at = bytearray(library), 0
+    while (at := found.find(FATBIN_BEGINS, at)) >= 0:
+        _, _, header, size = FATBIN.unpack_from(found, at)
+        at, end, parts = at + header, at + header + size, []
+        while at < end:
+            _, _, header, size, sm = CODE.unpack_from(found, at)
+            parts.append((sm, at + header, size))
+            at += header + size
+        for sm, begin, size in parts if SM in (sm for sm, _, _ in parts) else ():
+            if sm != SM:
+                found[begin : begin + size] = bytes(size)
+    return bytes(found)
+
+
 def collect(wanted: Wheel) -> list[Path]:
     """The paths of a release's libraries, or of its wheel.
 
@@ -104,7 +127,7 @@ def collect(wanted: Wheel) -> list[Path]:
             for path in libraries.values():
                 if path not in held.namelist():
                     raise LookupError(f"{wheel.name} holds no {path}")
-            return [keep(library, held.read(path)) for library, path in libraries.items()]
+            return [keep(library, pruned(held.read(path))) for library, path in libraries.items()]
 
 
 def compile(library: Source, work: Path) -> list[Path]:
@@ -119,7 +142,7 @@ def compile(library: Source, work: Path) -> list[Path]:
         return [found]
     headers = [unpacked(release, work, inside) / inside for release, inside in HEADERS.items()]
     source = (
-        checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, "flashinfer/")
+        checkout(library.source, work) if "://" in library.source else unpacked(library.source, work, library.package)
     )
     folder = work / library.name
     folder.mkdir()

@@ -1,11 +1,11 @@
 """A decode step's attention over latents (MLA), compared with its peers.
 
-Each implementation (`peers/flashmla.py` has the others) runs as a CUDA graph; the L2 cache is flushed before every run.
-Ours rounds its queries and combines its parts in the timed call. Latents are random, of mean 1 in every channel when
-they are timed, 512 channels and 64 with RoPE, in shuffled pages between poison. `rel_err` is against float64 on the
-bytes that each implementation was given, on the first and the last sequence; `rel_err_0` and `rel_err_0.3` with
-latents of these means. `tflops` counts `2 * (576 + 512)` for each query row and visible token; `gbps` counts a token's
-644 bytes, 1,152 of BF16 and 576 of E4M3.
+Each implementation (the others are in `peers/flashmla.py` and `peers/flashinfer.py`) runs as a CUDA graph; the L2 cache
+is flushed before every run. Ours rounds its queries and combines its parts in the timed call. Latents are random, of
+mean 1 in every channel when they are timed, 512 channels and 64 with RoPE, in shuffled pages between poison. `rel_err`
+is against float64 on the bytes that each implementation was given, on the first and the last sequence; `rel_err_0` and
+`rel_err_0.3` with latents of these means. `tflops` counts `2 * (576 + 512)` for each query row and visible token;
+`gbps` counts a token's 644 bytes, 1,152 of BF16 and 576 of E4M3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .problem import DEVICE, K, Run, Shape, offsets, steps
 
 RANK, ROPE = 512, 64
 TOKEN = RANK + 2 * ROPE + 4  # bytes
-BYTES = {"flashmla-bf16": 2 * (RANK + ROPE), "vllm-flashmla-fp8": RANK + ROPE}  # of a token
+BYTES = {"flashmla-bf16": 2 * (RANK + ROPE), "vllm-flashmla-fp8": RANK + ROPE, "flashinfer-mla": RANK + ROPE}  # a token
 QUERY = 0.3  # the standard deviation of queries
 SCALE = 192**-0.5
 MEANS = (1.0, 0.0, 0.3)  # of latents; the first is timed

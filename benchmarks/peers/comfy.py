@@ -10,37 +10,40 @@ no `wgmma`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import lru_cache, partial
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from types import ModuleType
 
 import torch
 
 from ..problem import DEVICE, Run, Shape
 from . import dense
-from .peer import TORCH_LIBRARIES, Call, Peer, Source, load_ops
+from .peer import Call, Peer, Wheel, library
 from .sage import ORDER
 
-KERNELS = "comfy_kitchen/backends/cuda/sage_attention"
+WHEEL = Wheel("comfy-kitchen==0.2.40", {"comfy_kitchen": "comfy_kitchen/backends/cuda/_C.abi3.so"})
 BLOCK = 128  # queries, keys
-LEAST_KEYS = 1024  # up to here it has other tiles, which are not compiled
+LEAST_KEYS = 1024  # up to here it has other tiles
+BF16 = 2  # its number
 
 
-def launcher(source: Path, folder: Path) -> list[Path]:
-    """The file of the launcher's template: what follows it compiles every head_dim, mask and dtype."""
-    text = (source / KERNELS / "sage_attn_launcher.cu").read_text()
-    (folder / "comfy_launch.cuh").write_text(text.partition('extern "C"')[0])
-    return []
+@lru_cache
+def _kernels() -> ModuleType:
+    """The extension module `comfy_kitchen.backends.cuda._C`, without its package."""
+    loader = ExtensionFileLoader("_C", str(library("comfy_kitchen")))
+    module = module_from_spec(spec_from_loader("_C", loader))
+    loader.exec_module(module)
+    return module
 
 
-SOURCE = Source(
-    name="comfy_int8",
-    source="https://github.com/Comfy-Org/comfy-kitchen@7d86acf",
-    files=(str(Path(__file__).with_suffix(".cu")), f"{KERNELS}/quant_qk_int8.cu", f"{KERNELS}/quant_v_int8.cu"),
-    includes=("comfy_kitchen/backends/cuda", KERNELS),
-    flags=("--use_fast_math", "--extended-lambda"),
-    needs=TORCH_LIBRARIES,
-    prepare=launcher,
-)
+def _given(*tensors: torch.Tensor) -> list[object]:
+    """Tensors as its functions take them, which wait for no stream."""
+    return [x.__dlpack__(stream=-1) for x in tensors]
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
 
 
 @dataclass(frozen=True)
@@ -76,15 +79,13 @@ class Quantized:
         )  # fmt: skip
 
     def fill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        torch.ops.fp8attn_comfy.quantize(
-            q, k, v, self.q, self.q_scale, self.k, self.k_scale, self.v, self.v_scale, self.anchor
-        )
+        given = _given(q, k, v, self.q, self.q_scale, self.k, self.k_scale, self.v, self.v_scale)
+        _kernels().sage_sdpa_quantize(*given, BLOCK, BF16, _stream(), self.anchor.data_ptr())
 
     def attend(self, out: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """`out [B, H, S, D]`."""
-        torch.ops.fp8attn_comfy.attend(
-            self.q, self.k, self.v, out, self.q_scale, self.k_scale, self.v_scale, softmax_scale
-        )
+        given = _given(self.q, self.k, self.v, out, self.q_scale, self.k_scale, self.v_scale)
+        _kernels().sage_sdpa_prequantized(*given, BLOCK, softmax_scale, BF16, _stream(), None)
         return out
 
     def values(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,7 +106,7 @@ def _problem(shape: Shape, *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Q, K and V `[B, H, S, D]`.
 
     Raises:
-        ValueError: it cannot do the problem, or is not compiled for it.
+        ValueError: it cannot do the problem, or has other tiles for it.
     """
     dense.check(shape)
     if dense.masked(shape) or shape.dim != BLOCK or max(shape.keys) <= LEAST_KEYS:
@@ -139,7 +140,7 @@ PEER = Peer(
         "comfy": Call(attention, "Comfy Kitchen", "#81b29a", levels=2),
         "comfy-call": Call(whole, "Comfy Kitchen, whole call", "#81b29a", levels=2),
     },
-    needs=(SOURCE,),
-    load=partial(load_ops, SOURCE.name),
-    release=lambda: SOURCE.source.removeprefix("https://github.com/"),
+    needs=(WHEEL,),
+    load=_kernels,
+    release=lambda: str(WHEEL),
 )

@@ -21,8 +21,8 @@ PAGE = 64  # tokens of its pages
 RANK = 512
 
 
-def _inputs(shape: Shape, q: torch.Tensor, latents: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Q `[batch, queries, heads, 576]`, the cache `[pages, 64, 1, 576]`, lengths and page table."""
+def inputs(shape: Shape, latents: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The cache `[pages, 64, 1, 576]`, lengths and page table."""
     if not shape.uniform or shape.dim != 576:
         raise ValueError("measured in batches of one length, with latents of 512 channels and 64 of RoPE")
     batch, length = len(shape.keys), shape.keys[0]
@@ -32,16 +32,17 @@ def _inputs(shape: Shape, q: torch.Tensor, latents: torch.Tensor, dtype: torch.d
         cache[seq, :length] = latents[seq * length : (seq + 1) * length, 0].to(dtype)
     table = torch.arange(batch * columns, dtype=torch.int32, device=DEVICE).view(batch, columns)
     lengths = torch.full((batch,), length, dtype=torch.int32, device=DEVICE)
-    q = q.to(dtype).unflatten(0, (batch, -1)).contiguous()
-    return q, cache.view(-1, PAGE, 1, shape.dim), lengths, table
+    return cache.view(-1, PAGE, 1, shape.dim), lengths, table
 
 
-def _run(shape: Shape, q: torch.Tensor, cache: torch.Tensor, call) -> Run:
+def run_over(cache: torch.Tensor, shape: Shape, q: torch.Tensor, call: Callable[[], torch.Tensor]) -> Run:
+    """The run of a call that gives `[T, heads, 512]`, over the cache of `inputs`."""
+
     def held(seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = cache.view(len(shape.keys), -1, 1, shape.dim)[seq, : shape.keys[seq]]
         return rows, rows[..., :RANK]
 
-    return Run(lambda: call().flatten(0, 1), q.flatten(0, 1), held)
+    return Run(call, q, held)
 
 
 def attend_bf16(
@@ -86,9 +87,11 @@ def fp8(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
 
 
 def _run_of(attend: Callable, shape: Shape, q: torch.Tensor, latents: torch.Tensor, dtype: torch.dtype) -> Run:
-    q, cache, lengths, table = _inputs(shape, q, latents, dtype)
-    _, plan = attend(q, cache, lengths, table, shape.softmax_scale)
-    return _run(shape, q, cache, lambda: attend(q, cache, lengths, table, shape.softmax_scale, plan)[0])
+    cache, lengths, table = inputs(shape, latents, dtype)
+    q = q.to(dtype)
+    args = q.unflatten(0, (len(shape.keys), -1)).contiguous(), cache, lengths, table, shape.softmax_scale
+    _, plan = attend(*args)
+    return run_over(cache, shape, q, lambda: attend(*args, plan)[0].flatten(0, 1))
 
 
 def _load() -> None:

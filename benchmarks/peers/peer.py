@@ -53,7 +53,8 @@ class Source:
         flags: of nvcc.
         needs: libraries, by soname without `lib` and `.so`.
         missing: the beginning of the mangled names of functions that are not compiled.
-        prepare: makes more files, `prepare(source, folder)`.
+        prepare: makes more files, `prepare(source, folder)`, which may be compiled already.
+        package: the folder of a release that is unpacked.
         keep: a file of the source, and its name in `.peers`.
     """
 
@@ -65,6 +66,7 @@ class Source:
     needs: tuple[str, ...]
     missing: str = "none"
     prepare: Callable[[Path, Path], list[Path]] = lambda source, folder: []
+    package: str = ""
     keep: tuple[str, str] | None = None
 
     def __str__(self) -> str:

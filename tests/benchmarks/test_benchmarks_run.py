@@ -86,8 +86,8 @@ def test_every_benchmark_is_listed(capsys, monkeypatch):
 
 
 def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
-    """The index serves an extension module, two libraries of one wheel, and two wheels. A wheel lacks its module, and
-    it has no torchao.
+    """The index serves an extension module, two libraries of one wheel, and two wheels. Three wheels lack a library,
+    and it has no torchao.
     """
 
     paths = {name: f"nvidia/cudnn/lib/lib{name}.so.9" for name in cudnn.LIBRARIES}
@@ -108,7 +108,7 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(get_peers, "FOLDER", tmp_path / ".peers")
     monkeypatch.setattr(get_peers, "compile", lambda library, work: [])
     monkeypatch.setattr(subprocess, "run", download)
-    with pytest.raises(SystemExit, match="3 files of peers are missing"):
+    with pytest.raises(SystemExit, match="4 files of peers are missing"):
         get_peers.main()
     for name, path in {"fa3_fwd": "fa3_fwd/_C.abi3.so", **paths}.items():
         assert lzma.decompress((tmp_path / f".peers/{name}.so.xz").read_bytes()) == b"library of " + path.encode()
@@ -116,6 +116,7 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
     wanted = {
         "fa3-fwd==0.0.3: .peers/fa3_fwd.so.xz",
         "vllm==0.22.0: vllm-0.22.0-py3-none-any.whl holds no vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+        "comfy-kitchen==0.2.40: comfy_kitchen-0.2.40-py3-none-any.whl holds no comfy_kitchen/backends/cuda/_C.abi3.so",
         "vllm==0.26.0: vllm-0.26.0-py3-none-any.whl holds no vllm/_flashmla_C.abi3.so",
         "nvidia-cudnn-cu13==9.28.1.4: .peers/cudnn_graph.so.xz .peers/cudnn_engines_runtime_compiled.so.xz",
         "nvidia-cudnn-frontend==1.18.0: .peers/nvidia_cudnn_frontend-1.18.0-py3-none-any.whl",

@@ -1,14 +1,27 @@
 """The peers, as far as they need no GPU: what they are given, what they refuse, how they are compiled."""
 
 import lzma
+import struct
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import get_peers, peers, problem
-from benchmarks.peers import comfy, cudnn, flash, flashinfer, hpc_ops, pages, peer, rounded, sage, torch_sdpa, vllm_fa3
+from benchmarks import get_peers, latent, peers, problem
+from benchmarks.peers import (
+    comfy,
+    cudnn,
+    flash,
+    flashinfer,
+    hpc_ops,
+    pages,
+    peer,
+    rounded,
+    sage,
+    torch_sdpa,
+    vllm_fa3,
+)
 from benchmarks.problem import Shape
 from fp8attn.formats.codec import FP8
 
@@ -123,6 +136,30 @@ def test_what_a_peer_cannot_do_is_refused_by_name(module, shape, reason):
         next(iter(module.PEER.calls.values())).run(shape, *shape.inputs())
 
 
+def test_flashinfer_reads_latents_in_place(monkeypatch):
+    """Both parts of a token are views of the cache that its error is measured against."""
+    given = {}
+
+    class Module:
+        plan = staticmethod(lambda *args: (given.update(plan=args), 0) and ("the plan", 0))
+        run = staticmethod(lambda *args: given.update(run=args))
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    monkeypatch.setattr(flashinfer, "_module", lambda name: Module)
+    shape = latent.case(16, 100, 100)
+    q, rows = latent.inputs(shape, 0.0)
+    run = flashinfer.latents(shape, q, rows, rows[..., :512])
+    assert run.call().shape == (2, 16, 512)
+    indptr, lengths = given["plan"][4:6]
+    assert indptr.tolist() == [0, 2, 4] and lengths.tolist() == [100, 100]
+    plan, q_nope, q_rope, ckv, rope = given["run"][2:7]
+    assert plan == "the plan" and torch.equal(torch.cat([q_nope, q_rope], -1), run.q)
+    k, v = run.held(1)
+    assert torch.equal(torch.cat([ckv, rope], -1).view(torch.uint8)[2], k[:64, 0].view(torch.uint8))
+    assert k.dtype == FP8 and v.shape == (100, 1, 512)
+
+
 def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
     """A build that attends in float64 to what bytes and scales stand for."""
     given = {}
@@ -199,12 +236,18 @@ def test_a_library_is_linked_with_names_alone(monkeypatch, tmp_path):
         get_peers.build(library, tmp_path / "source", [], tmp_path)
 
 
-def test_comfy_compiles_its_launcher_without_what_calls_it(tmp_path):
-    folder = tmp_path / comfy.KERNELS
-    folder.mkdir(parents=True)
-    (folder / "sage_attn_launcher.cu").write_text('template <int D> void launch_impl();\nextern "C" void all();\n')
-    assert comfy.launcher(tmp_path, tmp_path) == []
-    assert (tmp_path / "comfy_launch.cuh").read_text() == "template <int D> void launch_impl();\n"
+def test_code_for_other_gpus_is_zero():
+    def part(sm: int, code: bytes) -> bytes:
+        return struct.pack("<HHIQ12xI", 2, 0, 40, len(code), sm) + bytes(8) + code
+
+    def fatbin(*parts: bytes) -> bytes:
+        return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, sum(map(len, parts))) + b"".join(parts)
+
+    before, after = (
+        b"host" + fatbin(part(80, other), part(90, b"hopper")) + fatbin(part(80, b"alone")) + b"\x50\xed\x55\xba"
+        for other in (b"others", bytes(6))
+    )
+    assert get_peers.pruned(before) == after
 
 
 def test_sources_are_checkouts_where_github_is_not_reached(monkeypatch, tmp_path):
