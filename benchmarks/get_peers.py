@@ -199,6 +199,8 @@ def build(library: Source, source: Path, headers: Iterable[Path], folder: Path) 
     flags += [f"-I{path}" for path in includes]
 
     def compiled(file: Path) -> Path:
+        if file.suffix in (".o", ".a"):
+            return file
         run("nvcc", *flags, "-x", "cu", "-c", file, "-o", target := folder / f"{file.name}.o")
         return target
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import get_peers, latent, peers, problem
+from benchmarks import get_peers, latent, peers, problem, wide
 from benchmarks.peers import (
     comfy,
     cudnn,
+    fa4,
     flash,
     flashinfer,
     hpc_ops,
@@ -124,6 +125,7 @@ def test_comfy_holds_rows_by_threads_and_values_by_channels():
         (flashinfer, problem.square(64, True, 300), "head_dim"),
         (flashinfer, problem.steps(300, dim=64), "head_dim 128"),
         (flashinfer, problem.steps(300, group=8), "4 query heads"),
+        (fa4, problem.steps(300, dim=512), "compiled for 32 and 4 heads of 512, causal"),
         (sage, problem.square(128, True, 30, 40), "no ragged batches"),
         (comfy, problem.square(128, True, 2000), "full attention, head_dim 128, more than 1024 keys"),
         (comfy, problem.square(64, False, 2000), "full attention, head_dim 128"),
@@ -134,6 +136,28 @@ def test_comfy_holds_rows_by_threads_and_values_by_channels():
 def test_what_a_peer_cannot_do_is_refused_by_name(module, shape, reason):
     with pytest.raises(ValueError, match=reason):
         next(iter(module.PEER.calls.values())).run(shape, *shape.inputs())
+
+
+@pytest.mark.parametrize(("batch", "kernels"), [(64, ["fp8_step"]), (2, ["fp8_parts", "combine_32"])])
+def test_fa4_divides_long_sequences_of_few_requests(monkeypatch, batch, kernels):
+    """As its heuristic: one part for each CTA that is left over. Scales are of each KV head."""
+    called = {}
+    monkeypatch.setattr(fa4, "_kernel", lambda name: lambda *args: called.update({name: args}))
+    properties = type("Properties", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    shape = problem.steps(*(1000,) * batch, kv_heads=4, group=8, dim=512)
+    assert shape.q_heads == wide.CASES["B64-S8192"].q_heads and shape.dim == wide.CASES["B64-S8192"].dim
+    q, k, v = shape.inputs()
+    run = fa4.fp8(shape, q, k * 3, v)
+    assert run.call().shape == (batch, 32, 512) and list(called) == kernels
+    q_given, k_given, _, out, lse, scale = called[kernels[0]][:6]
+    assert torch.equal(q_given, q) and scale == 512**-0.5
+    used, table, scales = called[kernels[0]][9], called[kernels[0]][11], called[kernels[0]][17]
+    stored = k_given[table[1, 0]].float() * scales[1][1][None, :, None]
+    assert used.tolist() == [1000] * batch and torch.equal(stored, run.held(1)[0][: pages.SIZE])
+    if len(kernels) == 2:
+        assert out.shape == (16, 2, 32, 512) and lse.shape == (16, 32, 2)  # 132 SMs for 8 heads, and 16 pages
+        assert called["combine_32"][1].shape == (16, 2, 32)
 
 
 def test_flashinfer_reads_latents_in_place(monkeypatch):
