@@ -116,7 +116,6 @@ ROWS = {
     "fp8attn_tools/__init__.py": ("test_architecture.py",),
     "fp8attn_tools/calibration/": ("tools/calibration/test_calibrate.py", "tools/calibration/test_observer.py"),
     "fp8attn_tools/cli/options.py": ("tools/cli/test_errors.py",),
-    "fp8attn_tools/cli/page.py": ("tools/cli/test_drawing.py", "tools/cli/test_files.py"),
     "fp8attn_tools/cli/plots.py": ("tools/cli/test_drawing.py",),
     "fp8attn_tools/cli/shared.py": ("tools/cli/test_errors.py", "tools/cli/test_files.py"),
     "fp8attn_tools/cli/tables.py": ("tools/cli/test_drawing.py",),

@@ -5,7 +5,7 @@
 | `app.py` | all commands; the short ones are here |
 | `generate.py`, `evaluate.py`, `sensitivity.py`, `doctor.py`, `export.py`, `demo.py` | the others, one in each |
 | `shared.py`, `options.py`, `failure.py` | what commands share: loading, progress, options, how errors are reported |
-| `tables.py`, `page.py`, `plots.py` | results in the terminal, as a page, as pictures |
+| `tables.py`, `plots.py` | results in the terminal, as pictures |
 """
 
 from __future__ import annotations

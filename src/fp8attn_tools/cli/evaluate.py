@@ -11,77 +11,7 @@ from fp8attn.errors import UsageError
 
 from . import options, shared
 
-evaluate = typer.Typer(
-    help="Compare caches on identical tokens: all evaluations but drift with --report, or one of them.",
-    invoke_without_command=True,
-)
-
-
-@evaluate.callback()
-def evaluate_all(
-    context_: typer.Context,
-    report: Annotated[
-        Path | None, typer.Option(help="Run all evaluations but drift, and write a page index.html into this folder.")
-    ] = None,
-    model: options.Model = None,
-    cache: options.CacheChoice = "both",
-    scales: options.Scales = None,
-    text: options.Text = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens of a window, for the perplexity.", min=1, max=options.MOST_TOKENS)
-    ] = 4096,
-    count: options.Windows = 2,
-    decode: Annotated[
-        int,
-        typer.Option(
-            help="Last tokens of the first window that are also decoded one at a time.", min=1, max=options.MOST_TOKENS
-        ),
-    ] = 128,
-    task: options.Tasks = "recall",
-    lengths: options.Lengths = "512,1024,2048,4096",
-    samples: options.Samples = 2,
-    chunk: options.Chunk = 512,
-    device: options.Device = None,
-) -> None:
-    if context_.invoked_subcommand is not None:
-        return
-    if report is None:
-        raise UsageError(
-            "choose --report FOLDER, or one evaluation: perplexity, needle, drift (fp8attn evaluate --help)"
-        )
-    if decode > context:
-        raise UsageError(f"--decode {decode} must not exceed --context {context}")
-    write_html, write_report, write_outcomes = (
-        shared.output(report / file) for file in ("index.html", "report.json", "outcomes.jsonl")
-    )
-    from ..evaluation.outcomes import save_outcomes
-    from ..evaluation.perplexity import perplexity
-    from ..evaluation.record import write_json
-    from . import page
-    from .tables import accuracy_tables, perplexity_table
-
-    tasks, sizes = shared.task_names(task), shared.numbers(lengths, int, "--lengths")
-    chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
-    loaded, tokenizer = shared.load(model, device)
-    caches = shared.makers(chosen, loaded)
-    tokens = shared.windows(tokenizer, passage, context + 1, count)
-    questions = shared.needle_samples(tasks, tokenizer, passage, lengths=sizes, samples=samples)
-    runs = []
-    for what, decoded in (("prefill in chunks", 0), ("token by token", decode)):
-        with shared.progress(f"tokens, {what}") as tick:
-            part = tokens[:1] if decoded else tokens
-            runs.append(
-                perplexity(loaded, part, caches, chunk=chunk, decode_tokens=decoded, tokenizer=tokenizer, progress=tick)
-            )
-        shared.out.print(perplexity_table(runs[-1]))
-    outcomes = shared.ask_all("questions", loaded, tokenizer, questions, caches, chunk=chunk)
-    shared.out.print(*accuracy_tables(outcomes))
-    meta = shared.about(loaded)
-    write_outcomes(lambda path: save_outcomes(path, outcomes))
-    rows = [row for run in runs for row in run]
-    write_report(lambda path: write_json(path, {"meta": meta, "perplexity": rows, "needle": outcomes}))
-    write_html(lambda path: path.write_text(page.page(meta, runs, outcomes), encoding="utf-8"))
-    shared.out.print(f"{report}/index.html, {report}/report.json, {report}/outcomes.jsonl")
+evaluate = typer.Typer(help="Compare caches on identical tokens.", no_args_is_help=True)
 
 
 @evaluate.command()
@@ -104,7 +34,7 @@ def perplexity(
 ) -> None:
     """Perplexity and bits per byte of the same tokens through each cache."""
     from ..evaluation.perplexity import perplexity
-    from .tables import perplexity_table
+    from .tables import perplexity_table, positions_table
 
     chosen, passage = shared.choose(cache, scales), shared.read_text(text, model)
     loaded, tokenizer = shared.load(model, device)
@@ -115,6 +45,8 @@ def perplexity(
         shared.print_json({"meta": shared.about(loaded), "rows": rows})
     else:
         shared.out.print(perplexity_table(rows))
+        if len(rows[0].positions) > 1:
+            shared.out.print(positions_table(rows))
 
 
 @evaluate.command()

@@ -1,14 +1,12 @@
-"""The results of evaluations as pictures: heat maps of needles, and curves by position."""
+"""Heat maps of needles."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure  # no pyplot: no display, no global state
 
@@ -16,10 +14,8 @@ from fp8attn.errors import UsageError
 
 from ..evaluation.names import title
 from ..evaluation.outcomes import Outcome, cells, score
-from ..evaluation.perplexity import Perplexity
 
 FORMATS = (".png", ".svg", ".pdf")
-COLORS = ("#444444", "#2a7f86", "#c0762b", "#7a5c9e", "#b2452f", "#5a8f3c")
 
 
 def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a haystack") -> Figure:
@@ -71,32 +67,6 @@ def needle_maps(outcomes: Sequence[Outcome], *, heading: str = "Needle in a hays
     return figure
 
 
-def position_curves(rows: Sequence[Perplexity]) -> Figure:
-    """Each cache's loss by position in the context, and its KL divergence from the first cache's predictions."""
-    figure = Figure(figsize=(9.5, 3.4), dpi=160, layout="constrained")
-    loss, divergence = figure.subplots(1, 2)
-    for number, row in enumerate(rows):
-        at = [(p.start + p.stop) / 2 for p in row.positions]
-        look = {"color": COLORS[number % len(COLORS)], "marker": "o", "markersize": 3.5, "label": title(row.cache)}
-        loss.plot(at, [p.nll for p in row.positions], **look, linestyle="-" if number == 0 else "--")
-        if number:
-            divergence.plot(at, [p.kl for p in row.positions], **look)
-    loss.set_ylabel("loss (nats per token)")
-    divergence.set_ylabel(f"KL from {title(rows[0].cache)} (nats)")
-    stops = sorted({p.stop for row in rows for p in row.positions})
-    for axis in (loss, divergence):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(stops, [thousands(x) for x in stops])
-        axis.minorticks_off()
-        axis.set_xlabel("tokens before the predicted one")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-        if axis.lines:
-            axis.legend(frameon=False, fontsize=9)
-    divergence.set_ylim(bottom=0)
-    return figure
-
-
 def check_format(path: str | Path) -> None:
     """Check that `save` can write the format that the path's suffix names.
 
@@ -116,14 +86,6 @@ def save(figure: Figure, path: str | Path) -> None:
     check_format(path)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def svg(figure: Figure) -> str:
-    """A figure as an `<svg>` element of an HTML page. The same figure gives the same bytes."""
-    text = io.StringIO()
-    with rc_context({"svg.hashsalt": "fp8attn", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def thousands(length: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -181,14 +180,6 @@ def accumulation_table(task: str, kernels: Mapping[str, Accumulation]) -> Table:
         table.add_row(
             f"{batch}", f"{length:,}", *(f"{result.errors[batch, length]:.2%}" for result in kernels.values())
         )
-    return table
-
-
-def environment_table(meta: dict[str, Any]) -> Table:
-    """Where and when results were measured, as `evaluation.record.meta` returns it."""
-    table = Table(title="Environment", title_justify="left", box=None, show_header=False)
-    for name, value in meta.items():
-        table.add_row(name, Text(str(value)))
     return table
 
 

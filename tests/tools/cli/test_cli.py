@@ -198,18 +198,6 @@ def test_evaluate_needle(tiny_model, tmp_path):
     assert "recall: right answers, paired by sample" in text
 
 
-def test_report(tiny_model, tmp_path):
-    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
-    text = run("evaluate", "--report", tmp_path / "out", "--model", tiny_model, *options)
-    assert "token by token" in text and "index.html" in text
-    assert "tiny-llama" in (tmp_path / "out" / "index.html").read_text()
-    found = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [(row["cache"], row["mode"]) for row in found["perplexity"]] == [
-        (c, m) for m in ("chunks", "decode") for c in ("bf16", "fp8")
-    ]
-    assert len((tmp_path / "out" / "outcomes.jsonl").read_text().splitlines()) == len(found["needle"]) == 2 * 5
-
-
 def test_evaluate_drift(tiny_model):
     options = ("evaluate", "drift", "--model", tiny_model, "--prompt", 50, "--decode", 9, "--segment", 4)
     found = run_json(*options)

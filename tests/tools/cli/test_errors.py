@@ -36,7 +36,6 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
         ("evaluate", "needle", *model, "--lengths", "many"): "--lengths must be numbers joined by commas; got 'many'",
         ("evaluate", "needle", *model, "--task", "hay"): "no task is called 'hay'; choose from recall, niah_single_1",
         ("generate", "x", *model, "--cache", "fp8-static"): "the cache 'fp8-static' needs --scales FILE",
-        ("evaluate",): "choose --report FOLDER, or one evaluation",
         ("evaluate", "perplexity", *model, "--text", tmp_path / "none"): "no such text file",
         ("evaluate", "perplexity", *model, "--context", 10**6): "and the text has 16384",
         ("evaluate", "drift", *model, "--cache", "both"): "drift takes one cache at a time; got 'both'",
@@ -51,16 +50,6 @@ def test_one_line_errors(monkeypatch, capsys, tiny_model, tmp_path):
             tmp_path / "no",
         ): f"there is no folder {tmp_path / 'no'}; pass a model's folder, or a Hugging Face id",
         ("plan", "--model", "./no"): "there is no folder ./no; pass a model's folder, or a Hugging Face id",
-        (
-            "evaluate",
-            "--report",
-            tmp_path / "r",
-            *model,
-            "--context",
-            50,
-            "--decode",
-            51,
-        ): "--decode 51 must not exceed --context 50",
         ("evaluate", "needle", *model, "--plot", tmp_path / "p.txt"): "a plot must be a .png, .svg or .pdf file; got",
         (
             "generate",
@@ -309,20 +298,18 @@ def test_missing_lm_eval_is_found_before_the_run(monkeypatch, capsys, tiny_model
     monkeypatch.setattr(needle, "ask", never)
     monkeypatch.setattr(evaluation_perplexity, "perplexity", never)
     tasks = ("--model", tiny_model, "--task", "recall,niah_multikey_2", "--lengths", 600)
-    for command in (("needle",), ("--report", tmp_path)):
-        options = (*command, *tasks) if command == ("needle",) else (*command, *tasks, "--context", 300, "--windows", 1)
-        assert fail(monkeypatch, capsys, "evaluate", *options).endswith('run pip install "fp8attn[ruler]"')
+    assert fail(monkeypatch, capsys, "evaluate", "needle", *tasks).endswith('run pip install "fp8attn[ruler]"')
 
 
-@pytest.mark.parametrize("command", [("needle", "--plot", "needle.png"), ("--report", "folder")])
-def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys, command):
-    for name in ("plots", "page"):
-        monkeypatch.delitem(sys.modules, f"fp8attn_tools.cli.{name}")
-        monkeypatch.delattr(f"fp8attn_tools.cli.{name}")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_missing_matplotlib_is_found_before_the_run(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "fp8attn_tools.cli.plots")
+    monkeypatch.delattr("fp8attn_tools.cli.plots")
+    for name in ("matplotlib", "matplotlib.colors"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(models, "load", never)
     hint = 'run pip install "fp8attn[cli]"'
-    assert fail(monkeypatch, capsys, "evaluate", *command) == f"fp8attn: matplotlib is not installed; {hint}"
+    message = fail(monkeypatch, capsys, "evaluate", "needle", "--plot", "needle.png")
+    assert message == f"fp8attn: matplotlib is not installed; {hint}"
 
 
 def interrupted(tiny_model, code):

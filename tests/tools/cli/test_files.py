@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from typer.testing import CliRunner
 
 from fp8attn import UsageError
-from fp8attn_tools.cli import page
+from fp8attn_tools.cli import plots
 from fp8attn_tools.cli.app import app
 from fp8attn_tools.cli.shared import output
 from fp8attn_tools.evaluation import models, needle
@@ -20,7 +20,6 @@ from tests.tools.cli.running import fail, never
 
 COMMANDS = {
     "calibrate --out": ("calibrate", "--out"),
-    "evaluate --report": ("evaluate", "--report"),
     "needle --plot": ("evaluate", "needle", "--plot"),
     "needle --out": ("evaluate", "needle", "--out"),
     "demo --out": ("demo", "--out"),
@@ -34,8 +33,7 @@ def test_a_path_that_cannot_be_written_is_found_before_the_run(monkeypatch, caps
     (tmp_path / "file").write_text("before")
     (tmp_path / "folder.png").mkdir()
     wrong = [tmp_path / "file" / "x.png"]
-    if command in ("evaluate --report", "demo --out"):
-        (tmp_path / "folder.png" / "index.html").mkdir()
+    if command == "demo --out":
         (tmp_path / "folder.png" / "needle.png").mkdir()
     for path in (*wrong, tmp_path / "folder.png"):
         message = fail(monkeypatch, capsys, *COMMANDS[command], path)
@@ -50,28 +48,22 @@ def test_a_run_that_fails_leaves_files_as_they_were(monkeypatch, capsys, tiny_mo
         raise UsageError("the run failed")
 
     monkeypatch.setattr(models, "load", fails)
-    for name in ("index.html", "report.json", "x.png"):
+    for name in ("demo.json", "needle.png", "x.png"):
         (tmp_path / name).write_text("before")
-    for path in (
-        (tmp_path,) if command in ("evaluate --report", "demo --out") else (tmp_path / "x.png", tmp_path / "y.png")
-    ):
+    for path in (tmp_path,) if command == "demo --out" else (tmp_path / "x.png", tmp_path / "y.png"):
         assert fail(monkeypatch, capsys, *COMMANDS[command], path) == "fp8attn: the run failed"
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
-        ("index.html", "report.json", "x.png"), "before"
+        ("demo.json", "needle.png", "x.png"), "before"
     )
 
 
-def test_a_report_that_is_interrupted_leaves_no_folder(monkeypatch, tiny_model, tmp_path):
+def test_a_run_that_is_interrupted_leaves_no_folder(monkeypatch, tiny_model, tmp_path):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(models, "load", interrupt)
-    assert (
-        CliRunner()
-        .invoke(app, ["evaluate", "--report", str(tmp_path / "a" / "b"), "--model", str(tiny_model)])
-        .exit_code
-        == 130
-    )
+    command = ["evaluate", "needle", "--out", str(tmp_path / "a" / "b"), "--model", str(tiny_model)]
+    assert CliRunner().invoke(app, command).exit_code == 130
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,17 +73,15 @@ def test_a_length_that_does_not_fit_is_found_before_the_run(monkeypatch, capsys,
     assert "got 1000000" in message
 
 
-def test_outcomes_are_saved_though_the_page_fails(monkeypatch, capsys, tiny_model, tmp_path):
-    def fails(*arguments):
-        raise UsageError("no page")
+def test_outcomes_are_saved_though_the_plot_fails(monkeypatch, capsys, tiny_model, tmp_path):
+    def fails(*arguments, **options):
+        raise UsageError("no plot")
 
-    monkeypatch.setattr(page, "page", fails)
-    options = ("--context", 300, "--windows", 1, "--decode", 3, "--lengths", "600", "--samples", 1)
-    assert (
-        fail(monkeypatch, capsys, "evaluate", "--report", tmp_path, "--model", tiny_model, *options)
-        == "fp8attn: no page"
-    )
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["outcomes.jsonl", "report.json"]
+    monkeypatch.setattr(plots, "needle_maps", fails)
+    files = ("--out", tmp_path / "outcomes.jsonl", "--plot", tmp_path / "needle.png")
+    options = ("--model", tiny_model, "--lengths", "600", "--samples", 1)
+    assert fail(monkeypatch, capsys, "evaluate", "needle", *files, *options) == "fp8attn: no plot"
+    assert [file.name for file in tmp_path.iterdir()] == ["outcomes.jsonl"]
     assert len((tmp_path / "outcomes.jsonl").read_text().splitlines()) == 2 * 5
 
 
