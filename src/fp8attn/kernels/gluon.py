@@ -62,9 +62,9 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-_LATER = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+_RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # Whether `arrive` has a barrier before it, which `sync()` would only repeat.
-ARRIVE_MEETS = gl.constexpr(_LATER)
+ARRIVE_MEETS = gl.constexpr(_RELEASE >= (3, 8))
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
@@ -150,7 +150,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None, _semantic=None):
     has no argument for that yet.
     """
     values = _wait_for_products(num_outstanding, deps, _semantic=_semantic)
-    if _LATER:
+    if _RELEASE >= (3, 9):
         first = values if len(deps) == 1 else values[0]
         first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
     return values
