@@ -175,8 +175,8 @@ def alone_and_among(batch: int, length: int) -> list[list[tuple[int, dict[int, f
         for seq, name in enumerate(names):
             steps = batch * -(-length // CHUNK) + 2 * LOOKED_AT  # of all prompts, and of this request
             _llm.llm_engine.add_request(name, prompt(length, seq + 1), sampling(steps))
-        while len(_llm.llm_engine.step() if others else []) < others:
-            pass
+        if others:
+            _step(others)
         _llm.llm_engine.add_request("looked at", prompt(length, 0), sampling(LOOKED_AT, logprobs=LIKELIEST))
         answer = None
         while answer is None:
@@ -225,17 +225,25 @@ def timed_prompt(length: int, turn: int) -> float:
 
 
 def begin(batch: int, length: int, tokens: int) -> bool:
-    """Take prompts, until each makes tokens. The first have made some by then; a sequence ends after `tokens`."""
+    """Take prompts, until each makes tokens. A sequence ends after `tokens`, and as many as the first may have made by
+    then.
+    """
+    wanted = sampling(tokens + batch * -(-length // CHUNK))
     for seq in range(batch):
-        _llm.llm_engine.add_request(f"{batch}-{length}-{seq}", prompt(length, seq), sampling(tokens))
+        _llm.llm_engine.add_request(f"{batch}-{length}-{seq}", prompt(length, seq), wanted)
     _step(batch)
     return True
 
 
 def _step(batch: int) -> float:
-    """When the next step is over in which every sequence makes a token."""
+    """When the next step is over in which every sequence makes a token.
+
+    Raises:
+        RuntimeError: some have ended, before or because the cache has no room for all.
+    """
     while len(_llm.llm_engine.step()) < batch:
-        pass
+        if _llm.llm_engine.get_num_unfinished_requests() < batch:
+            raise RuntimeError(f"of {batch} sequences some have ended, and never did all make a token in one step")
     return time.perf_counter()
 
 
