@@ -176,7 +176,7 @@ def test_nothing_waits_for_a_gpu(tmp_path, monkeypatch):
         run._gather(chunk, metadata.prefill.block_table[chunk.request_slice], out)
     assert calls == [1, 70, 1] and output.shape == (1, HEADS, RANK) and lse is None
     latents, ropes = (x[TABLES[1]].flatten(0, 1)[:200] for x in layer.pages())
-    torch.testing.assert_close(out, torch.cat([latents, ropes], 1).float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, torch.cat([latents, ropes], 1).float(), rtol=2**-11, atol=1e-6)
 
 
 def test_kernels_are_run_once_at_the_start(tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_kernels_are_run_once_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(ops, "run_append", lambda *arguments: calls.append(len(arguments[2])) or append(*arguments))
     monkeypatch.setattr(ops, "run_attention", lambda *arguments: calls.append(-len(arguments[1])) or attend(*arguments))
     layer.impl.warm_up(torch.device("cpu"), torch.bfloat16, 3)
-    assert calls == [1, 1, -1, 2, 2, -2, 3, 3, -3, 4, 4, 8, 8, 16, 16]
+    assert calls == [1, 1, -1, 2, 2, -2, 3, 3, -3, 4, 4, 8, 8, 16, 16, -2, -4, -8, -16, -32, -33, -64, -128]
     assert layer.impl.engine_layer.pool is None and (layer.cache == 0x7F).all()
 
 
