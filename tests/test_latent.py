@@ -30,7 +30,11 @@ SCALE = 192**-0.5
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", [SPEC, PageSpec.latent(256, 32), PageSpec.latent(128, 0)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec",
+    [SPEC, PageSpec.latent(256, 32), PageSpec.latent(128, 0), PageSpec.latent(512, 128, rope_in_codes=True)],
+    ids=lambda spec: spec.name,
+)
 @pytest.mark.parametrize("static", [False, True], ids=["", "mean and factor"])
 def test_attention_against_float64(spec, static, options):
     """Several sequences of several lengths, one of them empty, and of several queries."""

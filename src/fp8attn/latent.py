@@ -9,6 +9,7 @@ import torch
 
 from .formats.latent import absorb, quantize, restore, to_rope
 from .formats.page_layout import PAGE_SIZE, latent_of
+from .formats.rotation import rotate
 from .pages import KVPages
 from .params import Append, AttentionParams
 
@@ -23,7 +24,9 @@ def append(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, options: Ap
 
     `ops.append` describes the other arguments.
     """
-    codes, scales = quantize(latent.float(), pages.format.v_mean, pages.format.factor)
+    mean, factor, spec = pages.format.v_mean, pages.format.factor, pages.spec
+    codes, scales = quantize(latent.float(), mean, factor, rope.float() if spec.rope_in_codes else None)
+    codes, rope = codes.split(spec.widths, -1) if spec.rope_in_codes else (codes, to_rope(rope))
     stored = latent_of(pages.pool, pages.format.layout)
     bounds = pages.bounds(options.cu_seqlens, options.max_seqlen)
     for seq, length in enumerate(pages.cache_seqlens.tolist()):
@@ -34,7 +37,7 @@ def append(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, options: Ap
             continue
         token = torch.arange(first, first + count, device=latent.device)
         page, row = pages.page_table[seq].long()[token // PAGE_SIZE], token % PAGE_SIZE
-        for part, x in zip(stored, (codes, to_rope(rope), scales), strict=True):
+        for part, x in zip(stored, (codes, rope, scales), strict=True):
             part[page, :, row] = x[new]
         if options.advance:
             pages.cache_seqlens[seq] += count
@@ -64,7 +67,8 @@ def attention(
     mean, factor = (x if x is None else x[:, None] for x in (format.v_mean, format.factor))
     # All scores of a query have the product with the mean: it moves only the LSE.
     shift = q.new_zeros(q.shape[:-1]) if mean is None else (q[..., :rank] * mean.to(q.dtype)).sum(-1)
-    q = torch.cat([absorb(q[..., :rank], factor), q[..., rank:]], -1)
+    rope = rotate(q[..., rank:]) if pages.spec.rope_in_codes else q[..., rank:]
+    q = torch.cat([absorb(q[..., :rank], factor), rope], -1)
     for seq, length in enumerate(pages.cache_seqlens.tolist()):
         queries = bounds[seq + 1] - bounds[seq]
         # The bits of a matrix product depend on its shape.
@@ -112,7 +116,9 @@ def _sums(
             x[ids].to(q.dtype).transpose(0, 1).flatten(1, 2)[:, first - begin : stop - begin] for x in stored
         )  # [Hkv, keys, ...]
         key = torch.arange(first, stop, device=q.device)
-        scores = (rows[..., :rank] @ codes.mT) * scales[:, None] + rows[..., rank:] @ rope.mT
+        beside = rows[..., rank:] @ rope.mT
+        beside = beside * scales[:, None] if pages.spec.rope_in_codes else beside
+        scores = (rows[..., :rank] @ codes.mT) * scales[:, None] + beside
         hidden = key > position[:, None] if params.causal else torch.zeros_like(key > position[:, None])
         if params.window:
             hidden = hidden | (key <= position[:, None] - params.window)

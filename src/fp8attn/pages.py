@@ -284,11 +284,14 @@ class KVPages:
         format = self.format
         if format.spec.v_in_k:
             latents, rope, scales = latent_of(self.pool, format.layout)
-            if which == "v":
+            if which == "v" and not format.spec.rope_in_codes:
                 return rope[ids].to(dtype).transpose(1, 2).flatten(2, 3)
-            y = latents[ids].to(dtype) * scales[ids].to(dtype)[..., None]
+            y = (latents if which == "k" else rope)[ids].to(dtype) * scales[ids].to(dtype)[..., None]
+            y = y.transpose(1, 2).flatten(2, 3)
+            if which == "v":
+                return rotate_back(y)
             mean, factor = (x if x is None else x[:, None] for x in (format.v_mean, format.factor))
-            return latent.restore(y.transpose(1, 2).flatten(2, 3), mean, factor)
+            return latent.restore(y, mean, factor)
         codes, scale, mean = (
             (self.k, self.k_scale, format.stored_k_mean) if which == "k" else (self.v, self.v_scale, format.v_mean)
         )

@@ -88,18 +88,23 @@ def from_dense(head_dim: int, dtype, rotary=0, interleaved=False, key_dtype="int
     append.from_dense(x, x, form, rope)
 
 
-def latents(rank: int, rope: int, dtype, queries: int, static: bool) -> KVPages:
-    """Pages of latents of two sequences, to which `queries` tokens each are appended."""
+def latents(rank: int, rope: int, dtype, queries: int, static: bool, in_codes: bool) -> KVPages:
+    """Pages of latents of two sequences, to which `queries` tokens each are appended. With RoPE in codes they have
+    two KV heads.
+    """
     more = {"v_mean": torch.zeros(1, rank), "factor": torch.ones(1, rank // 128)} if static else {}
-    pages = KVPages.empty(48, 1, PageSpec.latent(rank, rope), 2, 24, **more)
-    x, key = torch.zeros(2 * queries, 1, rank, dtype=dtype), torch.zeros(2 * queries, 1, rope, dtype=dtype)
+    heads = 2 if in_codes else 1
+    pages = KVPages.empty(48, heads, PageSpec.latent(rank, rope, in_codes), 2, 24, **more)
+    x, key = (torch.zeros(2 * queries, heads, width, dtype=dtype) for width in (rank, rope))
     append.append(pages, x, key, Append(None, queries))
     return pages
 
 
-def attend_latents(rank: int, rope: int, dtype, queries: int, heads: int, static: bool, **features) -> None:
+def attend_latents(
+    rank: int, rope: int, dtype, queries: int, heads: int, static: bool, *, in_codes: bool = False, **features
+) -> None:
     """An append and attention of `queries` tokens of two sequences."""
-    pages = latents(rank, rope, dtype, queries, static)
+    pages = latents(rank, rope, dtype, queries, static, in_codes)
     params = AttentionParams(None, queries, True, 0.1, **features)
     latent.latent_attention(torch.zeros(2 * queries, heads, rank + rope, dtype=dtype), pages, params)
 
@@ -180,6 +185,7 @@ def cases() -> dict[str, tuple]:
         "L512 rows128 window": (attend_latents, 512, 0, BF16, 300, 16, True, {"window": 100, "leftpad_k": leftpad}),
         "L256 rows64": (attend_latents, 256, 32, BF16, 1, 40, False, {"splits": 4}),
         "L1024 rows16": (attend_latents, 1024, 128, BF16, 1, 16, False, {"splits": 4}),
+        "L512 rows16 in codes": (attend_latents, 512, 128, BF16, 1, 16, False, {"in_codes": True, "splits": 33}),
         "L128 rows16": (attend_latents, 128, 64, FP16, 1, 8, True, {}),
     }
     return found

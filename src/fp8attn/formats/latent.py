@@ -7,7 +7,8 @@ The bytes of a token depend on that token alone. `mean` and `factor` are static,
 
     q . x = q . mean + rotate(q * factor) . y        sum p x = mean + factor * rotate_back(sum p y)        if sum p = 1
 
-The key with RoPE beside a latent is in FP16, whose largest number it saturates at.
+The key with RoPE beside a latent is in FP16, whose largest number it saturates at. Or it is rotated, too, and in codes
+of the same scale (`PageSpec.rope_in_codes`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ MOST_ROPE = torch.finfo(torch.float16).max  # 65,504
 
 
 def quantize(
-    x: torch.Tensor, mean: torch.Tensor | None = None, factor: torch.Tensor | None = None
+    x: torch.Tensor,
+    mean: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    rope: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes and the scale of each token. In FP32 this defines the bits that kernels store.
 
@@ -30,12 +34,14 @@ def quantize(
         x: `[..., rank]` float32.
         mean: `[..., rank]` float32, broadcastable; None: zero.
         factor: `[..., rank / 128]` float32, broadcastable; None: one.
+        rope: `[..., rope]` float32, the key with RoPE if it is in codes.
     Returns:
-        codes `[..., rank]` int8, and scales `[...]` float32. The scale is zero where all channels are, and NaN where a
-        channel is NaN or infinite. Both have codes of zero.
+        codes `[..., rank]` or `[..., rank + rope]` int8, and scales `[...]` float32. The scale is zero where all
+        channels are, and NaN where a channel is NaN or infinite. Both have codes of zero.
     """
     x = x if mean is None else x - mean
     y = rotate(x if factor is None else x / channels(factor))
+    y = y if rope is None else torch.cat([y, rotate(rope)], -1)
     amax = y.abs().amax(-1)  # NaN if a channel is
     scale = torch.where(amax < torch.inf, amax * (1 / MOST_CODE), torch.nan)
     ratio = y / scale.unsqueeze(-1)  # Scales below FP32's normal numbers are coarse, so a ratio may be above 127.

@@ -2,7 +2,7 @@
 
 A page holds 128 tokens of one KV head in one run of bytes: K `[128, D]`, V `[8, D, 16]`, then a header with their
 scales. A page of latent attention (MLA) holds the codes of 128 latents `[128, rank]`, their keys with RoPE
-`[128, rope]` in FP16, and one scale for each token `[128]` float32.
+`[128, rope]` in FP16 or in codes, too, and one scale for each token `[128]` float32.
 
 A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers
 of both (Gemma 4) blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
@@ -42,7 +42,7 @@ class PageLayout:
     Attributes:
         k_offset, k_bytes: K, `[128, k_dim]` codes. Of latents: their codes `[128, v_dim]`.
         v_offset, v_bytes: V, `[8, v_dim, 16]` codes, the tokens of a group in `V_ORDER`. Of latents: the keys with
-            RoPE, `[128, k_dim - v_dim]` FP16.
+            RoPE, `[128, k_dim - v_dim]` FP16 or codes.
         header_offset: the header, `HEADER` bytes. Of latents: the scales, `[128]` float32.
         nbytes: the page.
     """
@@ -69,9 +69,11 @@ class PageLayout:
         return cls(k_dim, v_dim, 0, k_bytes, k_bytes, v_bytes, nbytes - HEADER, nbytes)
 
     @classmethod
-    def latent(cls, k_dim: int, v_dim: int) -> PageLayout:
-        """The layout of pages of latents with `v_dim` channels, and `k_dim - v_dim` channels with RoPE."""
-        code_bytes, rope_bytes = PAGE_SIZE * v_dim, 2 * PAGE_SIZE * (k_dim - v_dim)
+    def latent(cls, k_dim: int, v_dim: int, rope_bytes: int) -> PageLayout:
+        """The layout of pages of latents with `v_dim` channels, and `k_dim - v_dim` channels with RoPE of `rope_bytes`
+        each.
+        """
+        code_bytes, rope_bytes = PAGE_SIZE * v_dim, PAGE_SIZE * (k_dim - v_dim) * rope_bytes
         scales = code_bytes + rope_bytes
         return cls(k_dim, v_dim, 0, code_bytes, code_bytes, rope_bytes, scales, scales + 4 * PAGE_SIZE)
 
@@ -92,13 +94,15 @@ def v_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tens
 
 def latent_of(pool: torch.Tensor, page: PageLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of a pool of latents: the codes `[num_pages, num_kv_heads, 128, rank]` int8, the keys with RoPE
-    `[num_pages, num_kv_heads, 128, rope]` float16 and the scales `[num_pages, num_kv_heads, 128]` float32.
+    `[num_pages, num_kv_heads, 128, rope]` float16 or int8 and the scales `[num_pages, num_kv_heads, 128]` float32.
     """
     codes = pool[:, :, : page.v_offset].view(torch.int8).unflatten(2, (PAGE_SIZE, page.v_dim))
-    rope = pool[:, :, page.v_offset : page.header_offset].view(torch.float16)
+    rope_dim = page.k_dim - page.v_dim
+    rope = pool[:, :, page.v_offset : page.header_offset]
+    rope = rope.view(torch.int8 if page.v_bytes == PAGE_SIZE * rope_dim > 0 else torch.float16)
     return (
         codes,
-        rope.unflatten(2, (PAGE_SIZE, page.k_dim - page.v_dim)),
+        rope.unflatten(2, (PAGE_SIZE, rope_dim)),
         pool[:, :, page.header_offset :].view(torch.float32),
     )
 

@@ -19,6 +19,7 @@ from tests.support.latents import cumulative, empty, filled, tokens
 
 pytestmark = QUIET
 SPEC = PageSpec.latent(256, 32)
+IN_CODES = PageSpec.latent(512, 128, rope_in_codes=True)
 SCALE = 0.03  # scores have a deviation of about one
 
 
@@ -44,6 +45,8 @@ def same_bytes(ours: KVPages, theirs: KVPages) -> None:
         (SPEC, True, torch.float16, 2),
         (PageSpec.latent(512, 64), True, torch.bfloat16, 1),
         (PageSpec.latent(128, 0), False, torch.float16, 1),
+        (IN_CODES, False, torch.bfloat16, 2),
+        (IN_CODES, True, torch.float16, 1),
     ],
     ids=str,
 )
@@ -88,6 +91,7 @@ CASES = {
     "no RoPE": (PageSpec.latent(128, 0), [130], [2], 4, {}),
     "DeepSeek's": (PageSpec.latent(512, 64), [300, 17], [1, 1], 16, {}),
     "many heads": (SPEC, [140], [1], 72, {}),
+    "RoPE in codes": (IN_CODES, [300, 17], [3, 1], 8, {}),
 }
 
 

@@ -21,7 +21,7 @@ packed into the rows of a tile, as in `portable`.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -46,6 +46,7 @@ class LatentOptions(ConstexprFields):
     layout: PageLayout
     rank: int
     rope: int
+    rope_in_codes: bool  # the key with RoPE is in codes, too
     rows: int  # of a program: tokens of an append, queries times heads of attention
     native: bool  # the target converts BF16 and E4M3 by itself (`Machine.native_e4m3`)
     advance: bool = True  # the lengths do not count the new tokens yet
@@ -63,8 +64,9 @@ def append_latents(pages: KVPages, latent: torch.Tensor, rope: torch.Tensor, ste
     tokens = min(power_of_two(step.max_seqlen), ELEMENTS // rank)
     blocks = -(-step.max_seqlen // tokens)
     options = LatentOptions(
-        pages.format.layout, rank, rope_dim, tokens, machine(device).native_e4m3, step.advance, blocks * heads == 1
-    )
+        pages.format.layout, rank, rope_dim, spec.rope_in_codes, tokens, machine(device).native_e4m3, step.advance,
+        blocks * heads == 1,
+    )  # fmt: skip
     constants = make_constants("append latents", device, OPTIONS=options, num_warps=4, enable_fp_fusion=False)
     args = (
         latent, rope, pages.pool, pages.format.v_mean, pages.format.factor, pages.page_table, pages.cache_seqlens,
@@ -113,7 +115,7 @@ def latent_attention(
 
     together = max(1, ELEMENTS // rank // 2)
     layout, native = pages.format.layout, machine(device).native_e4m3
-    options = LatentOptions(layout, rank, rope, together, native, group=group)
+    options = LatentOptions(layout, rank, rope, spec.rope_in_codes, together, native, group=group)
     constants = make_constants("queries of latents", device, OPTIONS=options, num_warps=4)
     args = (
         q, pages.format.v_mean, pages.format.factor, stored, factors, q.stride(0), q.stride(1), num_rows, num_q_heads,
@@ -121,9 +123,7 @@ def latent_attention(
     )  # fmt: skip
     launch(queries_kernel, (-(-num_rows // together),), args, constants)
 
-    options = LatentOptions(
-        layout, rank, rope, rows, native, group=group, tile=tile, causal=params.causal, window=params.window > 0
-    )
+    options = replace(options, rows=rows, tile=tile, causal=params.causal, window=params.window > 0)
     constants = make_constants(
         "attend to latents", device, OPTIONS=options, num_warps=num_warps, num_stages=2, enable_fp_fusion=True
     )

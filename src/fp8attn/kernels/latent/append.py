@@ -14,14 +14,17 @@ _MOST_ROPE = tl.constexpr(latent.MOST_ROPE)
 
 
 @triton.jit
-def quantize(x, NATIVE: tl.constexpr):
-    """`formats.latent.quantize` of rows `x [N, rank]`, which a mean and factors have left: bytes, and scales `[N]`."""
-    y = hadamard(x, x.shape[1])
-    amax = magnitude(y, NATIVE)
-    scale = tl.where(amax < float("inf"), amax * (1 / _MOST_CODE), float("nan"))
+def scale_of(amax):
+    """The scales of tokens whose rotated channels have the largest magnitudes `amax [N]`."""
+    return tl.where(amax < float("inf"), amax * (1 / _MOST_CODE), float("nan"))
+
+
+@triton.jit
+def codes_of(y, scale):
+    """The bytes of rotated channels `y [N, C]`."""
     each = tl.broadcast_to(scale[:, None], y.shape)
     ratio = tl.minimum(tl.maximum(tl.div_rn(y, each), -_MOST_CODE), _MOST_CODE)
-    return to_int8(tl.where(each > 0, ratio, 0.0)), scale
+    return to_int8(tl.where(each > 0, ratio, 0.0))
 
 
 @triton.jit(do_not_specialize=["table_stride", "max_seqlen", "num_kv_heads", "blocks"])
@@ -56,16 +59,25 @@ def append_kernel(
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + head * (RANK // _BLOCK) + c // _BLOCK)
         x = tl.div_rn(x, tl.broadcast_to(factor, x.shape))
-    codes, scale = quantize(x, OPTIONS.native)
-    page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + (length + token) // PAGE).to(tl.int64)
-    page_ptr = pool_ptr + ((page * num_kv_heads + head) * LAYOUT.nbytes)[:, None]
-    position = ((length + token) % PAGE)[:, None]
-    tl.store(page_ptr + LAYOUT.k_offset + position * RANK + c, codes, mask=valid)
-    scale_ptr = (page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32)) + position
-    tl.store(scale_ptr, scale[:, None], mask=valid)
+    y = hadamard(x, RANK)
+    amax = magnitude(y, OPTIONS.native)
     if ROPE > 0:
         i = tl.arange(0, ROPE)[None, :]
         key = tl.load(rope_ptr + row * rope_stride_t + head * rope_stride_h + i).to(tl.float32)
+        if OPTIONS.rope_in_codes:
+            key = hadamard(key, ROPE)
+            amax = tl.maximum(amax, magnitude(key, OPTIONS.native), propagate_nan=tl.PropagateNan.ALL)
+    scale = scale_of(amax)
+    page = tl.load(table_ptr + seq.to(tl.int64) * table_stride + (length + token) // PAGE).to(tl.int64)
+    page_ptr = pool_ptr + ((page * num_kv_heads + head) * LAYOUT.nbytes)[:, None]
+    position = ((length + token) % PAGE)[:, None]
+    tl.store(page_ptr + LAYOUT.k_offset + position * RANK + c, codes_of(y, scale), mask=valid)
+    scale_ptr = (page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32)) + position
+    tl.store(scale_ptr, scale[:, None], mask=valid)
+    if OPTIONS.rope_in_codes:
+        key_ptr = page_ptr + LAYOUT.v_offset + position * ROPE + i
+        tl.store(key_ptr, codes_of(key, scale), mask=valid)
+    elif ROPE > 0:
         key = tl.where(key == key, tl.minimum(tl.maximum(key, -_MOST_ROPE), _MOST_ROPE), key)
         key_ptr = (page_ptr + LAYOUT.v_offset).to(tl.pointer_type(tl.float16)) + position * ROPE + i
         tl.store(key_ptr, key.to(tl.float16), mask=valid)

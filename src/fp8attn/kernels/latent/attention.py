@@ -47,6 +47,8 @@ def queries_kernel(
         i = tl.arange(0, ROPE)[None, :]
         key = tl.load(q_ptr + RANK + i).to(tl.float32)
         key = tl.where(negative, -key, key)
+        if OPTIONS.rope_in_codes:
+            key = hadamard(key, ROPE)
         largest = tl.maximum(largest, tl.max(tl.abs(key), 1))
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, _Q_BITS + 1), 254)
     grow = ((254 - exponent + _Q_BITS) << 23).to(tl.float32, bitcast=True)[:, None]
@@ -129,8 +131,12 @@ def attention_kernel(
         key = tile * TILE + tl.arange(0, TILE)
         codes = from_int8(tl.load(page_ptr + LAYOUT.k_offset + place[:, None] * RANK + c[None, :]))
         scale = tl.load((page_ptr + LAYOUT.header_offset).to(tl.pointer_type(tl.float32)) + place)
-        s = tl.dot(q, tl.trans(codes)) * scale[None, :]
-        if ROPE > 0:
+        s = tl.dot(q, tl.trans(codes))
+        if OPTIONS.rope_in_codes:
+            rope = from_int8(tl.load(page_ptr + LAYOUT.v_offset + place[:, None] * ROPE + i[None, :]))
+            s = tl.dot(q_rope, tl.trans(rope), s)
+        s *= scale[None, :]
+        if ROPE > 0 and not OPTIONS.rope_in_codes:
             rope_ptrs = (page_ptr + LAYOUT.v_offset).to(tl.pointer_type(tl.float16)) + place[:, None] * ROPE
             s += tl.dot(q_rope, tl.trans(tl.load(rope_ptrs + i[None, :])))
         # What is past the end may be NaN, and so may the scale of a token that only some rows see.

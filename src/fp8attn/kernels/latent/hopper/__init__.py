@@ -36,7 +36,7 @@ def takes(pages: KVPages, params: AttentionParams, num_q_heads: int) -> bool:
     """Whether `latent_decode` has what a call needs: the rank, one KV head, few query rows, all keys of a sequence."""
     return (
         pages.spec.v_dim in RANKS and pages.num_kv_heads == 1 and params.max_seqlen_q * num_q_heads <= MAX_ROWS
-        and not params.window and params.leftpad_k is None
+        and not params.window and params.leftpad_k is None and not pages.spec.rope_in_codes
     )  # fmt: skip
 
 
