@@ -107,12 +107,14 @@ def test_logits_are_those_of_a_16_bit_cache(family, padding):
     assert all(
         isinstance(layer, FP8SlidingLayer) == layer.is_sliding for layer in (cache.layers[i] for i in cache.fp8_layers)
     )
-    # A sum in another order moves single codes of later layers by a step.
-    close(logits(model, FP8Cache(model), (300, 300, 80, 11), padding)[:, padding:], growing, 1e-3)
+    # A sum in another order moves single codes of later layers by a step. Where keys follow from values, prompts read
+    # pages of K and V, and other tokens latents.
+    same = 1e-2 if family == WIDE else 1e-3
+    close(logits(model, FP8Cache(model), (300, 300, 80, 11), padding)[:, padding:], growing, same)
     cache = FP8Cache(model)
     with using(model, "eager"), pytest.warns(UserWarning, match="dequantizes"):
         # What rows of padding compute, which differs, is in the scales of their page.
-        close(logits(model, cache, padding=padding)[:, padding:], growing, 5e-3 if padding else 1e-3)
+        close(logits(model, cache, padding=padding)[:, padding:], growing, max(same, 5e-3 if padding else 1e-3))
     if family != "mistral":
         static = FP8Cache(model, max_cache_len=LENGTH)
         assert all(type(x) is StaticSlidingWindowLayer for x in static.layers if getattr(x, "is_sliding", False))
@@ -120,7 +122,7 @@ def test_logits_are_those_of_a_16_bit_cache(family, padding):
         close(found, exact, 0.02)
         static = FP8Cache(model, max_cache_len=LENGTH)
         with using(model, "eager"), pytest.warns(UserWarning, match="dequantizes"):
-            close(logits(model, static, padding=padding)[:, padding:], found, 5e-3 if padding else 1e-3)
+            close(logits(model, static, padding=padding)[:, padding:], found, max(same, 5e-3 if padding else 1e-3))
 
 
 def test_16_bit_layers_beside_8_bit_ones_with_the_same_mask():

@@ -9,11 +9,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 
+from ...backends import unsupported_reason as unsupported_backend
 from ...errors import UsageError
+from ...formats.codec import DEFAULT_KEY_DTYPE
 from ...formats.spec import PageSpec
 from ...scales import KVScales
 from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
 from .decoder import check_layers
+from .k_eq_v import key_weights
 from .kept import KeptLayer
 from .layers import CacheOptions, FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
 from .weights import NO_BIASES, Weights
@@ -82,6 +85,28 @@ def served_layers(model: PreTrainedModel, options: CacheOptions, scales: KVScale
     return specs
 
 
+def latent_keys(
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    options: CacheOptions,
+    scales: KVScales | None,
+    devices: list[torch.device],
+) -> dict[int, torch.Tensor]:
+    """`key_weights` of the layers that have pages of latents: where nothing asks for another format, and attention
+    reads latents as fast as K and V. The portable kernels take twice the time.
+    """
+    other = not options.rotate_keys or options.key_dtype != DEFAULT_KEY_DTYPE or options.batch_invariant
+    if scales is not None or other or options.backend not in ("auto", "reference"):
+        return {}
+    return {
+        index: weight
+        for index, weight in key_weights(model, specs).items()
+        if options.backend == "reference"
+        or devices[index].type == "cpu"
+        or unsupported_backend("hopper", devices[index], model.dtype, specs[index].latent_pages) is None
+    }
+
+
 def make_layers(
     model: PreTrainedModel,
     specs: list[LayerSpec],
@@ -90,8 +115,10 @@ def make_layers(
     weights: Weights,
     skip_layers: Iterable[int],
     devices: list[torch.device],
+    keys: dict[int, torch.Tensor],
 ) -> list[Any]:
-    """The layers of a cache. Those in FP8 share an `FP8Layers`, by shape, window and device.
+    """The layers of a cache. Those in FP8 share an `FP8Layers`, by shape, window and device. Those in `keys` have the
+    weights of `key_weights`, and pages of latents.
 
     Raises:
         UsageError: as `FP8Cache`.
@@ -117,6 +144,9 @@ def make_layers(
                 f"skip_layers={[i for i, each in enumerate(specs) if each.is_full and not each.has_pages]}"
             )
         pages = PageSpec.of(spec.head_dim if spec.rank is None else spec.pages, options.key_dtype)
+        if index in keys:
+            assert spec.latent_pages is not None
+            pages = spec.latent_pages
         key = spec.num_kv_heads, pages, spec.window, device
         if key not in groups:
             groups[key] = FP8Layers(config, options, pages, spec.window, device)
@@ -126,7 +156,9 @@ def make_layers(
             layers.append(kind(index, spec, group, scales.layer(index), NO_BIASES, options.rotate_keys))
         else:
             rotate_keys = options.rotate_keys and index not in weights.unrotated
-            layers.append(kind(index, spec, group, None, weights.biases.get(index, NO_BIASES), rotate_keys))
+            biases = NO_BIASES if index in keys else weights.biases.get(index, NO_BIASES)
+            layers.append(kind(index, spec, group, None, biases, rotate_keys))
+            layers[-1].key_weight = keys.get(index)
     if not groups and static and not any(spec.is_full for spec in specs):
         raise UsageError(
             f"every layer of {config.model_type!r} has a sliding window, and a static cache "

@@ -27,9 +27,10 @@ from ...pages import KVPages
 from ...params import BackendName
 from ...scales import KVScales, ranges
 from . import files
-from .build import make_layers, served_layers, transformers_model
+from .build import latent_keys, make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
 from .decoder import layer_devices
+from .k_eq_v import key_weights
 from .kept import make_normal
 from .latent import install, read_latents
 from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer, groups_of
@@ -47,6 +48,9 @@ class FP8Cache(Cache):
     data are needed. No mean removes a bias of K that RoPE rotates. Layers where such biases make keys too coarse in 8
     bits (`LayerBiases.loses`) stay in 16 bits, and a warning names them; `skip_layers` overrules it. Nor are E4M3 keys
     rotated in layers where the weights say that the rotation would make them worse (`Weights.unrotated`).
+
+    Keys that follow from values (full layers of Gemma 4 with `attention_k_eq_v`) are not stored on a Hopper GPU or on
+    a CPU, if `scales`, `key_dtype`, `rotate_keys`, `batch_invariant` and `backend` are the default ones.
 
     A layer with a sliding window gives back the pages that no later query sees, before the next forward. Windows of
     fewer than 384 tokens would not be smaller in pages than in 16 bits. Such layers are transformers' own, and so are
@@ -114,7 +118,9 @@ class FP8Cache(Cache):
         in_16_bits = layers_in_16_bits(weights, specs, options)
         skipped = in_16_bits if skip_layers is None else skip_layers
         devices = layer_devices(model, len(specs))
-        self._take(model, specs, options, make_layers(model, specs, options, scales, weights, skipped, devices))
+        keys = latent_keys(model, specs, options, scales, devices)
+        layers = make_layers(model, specs, options, scales, weights, skipped, devices, keys)
+        self._take(model, specs, options, layers)
         latents = read_latents(model) if any(spec.rank is not None for spec in specs) else {}
         for layer in self.layers:
             if isinstance(layer, FP8Layer) and layer.index in latents:
@@ -200,7 +206,8 @@ class FP8Cache(Cache):
         cache = cls.__new__(cls)
         # Means and the choice of layers are in the file, so the model's weights are not read.
         skipped = [index for index in range(len(specs)) if index not in file.layers]
-        layers = make_layers(model, specs, options, None, Weights({}, set(), []), skipped, devices)
+        keys = {i: x for i, x in key_weights(model, specs).items() if "spec" in file.layers.get(i, {})}
+        layers = make_layers(model, specs, options, None, Weights({}, set(), []), skipped, devices, keys)
         cache._take(model, specs, options, layers)
         files.restore(file, cache.layers, cache.identity, devices, tokens)
         return cache

@@ -48,6 +48,8 @@ class LayerSpec:
         window: tokens that a sliding or chunked layer keeps; None: all.
         options: keyword arguments of transformers' own cache layer of this type.
         rank: channels of its latents; None: it caches K and V.
+        turned: channels of K that RoPE turns, if all others are those of V times a weight (`k_eq_v`); 0: K has nothing
+            in common with V.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class LayerSpec:
     window: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     rank: int | None = None
+    turned: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -74,6 +77,12 @@ class LayerSpec:
         if self.rank is None:
             return PageSpec.of(self.head_dim)
         return PageSpec.latent(self.rank, self.head_dim - self.rank)
+
+    @property
+    def latent_pages(self) -> PageSpec | None:
+        """The pages of V and of K's turned channels alone; None: there are none."""
+        pages = PageSpec.latent(self.head_dim, self.turned, rope_in_codes=True)
+        return pages if self.turned and pages.refusal is None else None
 
     @property
     def has_pages(self) -> bool:
@@ -195,6 +204,7 @@ def layers_of(config: PreTrainedConfig) -> list[LayerSpec]:
             keywords["sliding_window"] if kind in WINDOWED_LAYER_TYPES else None,
             keywords,
             getattr(layer, "kv_lora_rank", None),
+            turned_channels(config, kind, heads[id(layer), kind][2]),
         )
         for kind, keywords, layer in zip(kinds, options, configs, strict=True)
     ]
@@ -223,6 +233,15 @@ def heads_of(config: PreTrainedConfig, kind: str = "") -> tuple[int, int, int]:
         if getattr(config, "attention_k_eq_v", False):
             kv_heads = getattr(config, "num_global_key_value_heads", None) or kv_heads
     return heads, kv_heads or heads, head_dim or config.hidden_size // heads
+
+
+def turned_channels(config: PreTrainedConfig, kind: str, head_dim: int) -> int:
+    """`LayerSpec.turned` of a layer of this kind in the model with this decoder's config."""
+    rope = (getattr(config, "rope_parameters", None) or {}).get(kind)
+    k_eq_v = getattr(config, "attention_k_eq_v", False) and kind == "full_attention"
+    if not k_eq_v or not isinstance(rope, dict) or rope.get("rope_type") != "proportional":
+        return 0
+    return 2 * int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
 
 
 def has_softcap(config: PreTrainedConfig) -> bool:
