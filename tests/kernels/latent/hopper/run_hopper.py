@@ -31,7 +31,7 @@ from tests.support.machine_code import Sass, build, dry
 PLAIN = {
     "lengths": [1], "heads": 16, "rank": 512, "rope": 64, "queries": 1, "bounds": None, "causal": True,
     "scale": 192**-0.5, "mean": 0.0, "q": 1.0, "static": False, "dtype": torch.float16, "sms": 4, "late": (),
-    "broken": False, "zeros": (0, 0), "most_tiles": hopper.plan.MOST_TILES,
+    "broken": False, "kv_heads": 1, "in_codes": False, "zeros": (0, 0), "most_tiles": hopper.plan.MOST_TILES,
 }  # fmt: skip
 COMPILED = {
     "two digits": {},
@@ -40,6 +40,7 @@ COMPILED = {
     "two digits, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40 // 2},
     "two digits, rope 128": {"rope": 128},
     "two digits, no rope": {"rope": 0},
+    "two digits, RoPE in codes": {"rope": 128, "in_codes": True, "kv_heads": 2},
     "one digit": {"heads": 128},
     "one digit, drafts": {"heads": 64, "queries": 2},
     "one digit, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40},
@@ -53,6 +54,17 @@ EMULATED = {
     },
     "rank 256": {"lengths": [300, 129], "rank": 256, "rope": 32, "heads": 40 // 2, "dtype": torch.bfloat16},
     "rope 128": {"lengths": [200], "rope": 128, "heads": 8, "late": (12,)},
+    "RoPE in codes": {
+        "lengths": [300, 0, 1, 130], "rope": 128, "in_codes": True, "kv_heads": 2, "sms": 3, "late": (12,),
+    },
+    "RoPE in codes, drafts": {
+        "lengths": [67, 250], "rope": 128, "in_codes": True, "kv_heads": 4, "heads": 32, "queries": 5, "sms": 4,
+        "mean": 1.0,
+    },
+    "one digit, RoPE in codes": {
+        "lengths": [200, 70], "rope": 128, "in_codes": True, "heads": 40, "scale": -0.1, "static": True,
+        "dtype": torch.bfloat16,
+    },
     "no rope": {"lengths": [200], "rope": 0, "heads": 8, "scale": -0.1},
     "broken": {"lengths": [100, 65], "queries": 2, "broken": True, "sms": 1},
     "many": {"lengths": [64, 1, 0, 0, 130, 0, 66, 3], "heads": 8, "sms": 1, "late": (0, 1)},
@@ -77,39 +89,56 @@ WRITTEN = ("codes_ptr", "rope_ptr", "numbers_ptr", "more_ptr")
 
 def filled(c: dict) -> dict:
     """A pool in which bytes that must not be read are NaN or -128, and the latents and keys that the rest stands for,
-    `[tokens, rank]` and `[tokens, rope]` float64 of each sequence."""
-    rank, rope = c["rank"], c["rope"]
+    `[tokens, rank]` and `[tokens, rope]` float64 of each KV head of each sequence."""
+    rank, rope, heads, spec = c["rank"], c["rope"], c["kv_heads"], spec_of(c)
     counts = [max(-(-n // 128), 1) for n in c["lengths"]]
     num_pages = sum(counts) + 3
     order = torch.randperm(num_pages).int()
     table = torch.full((len(counts), max(counts) + 1), int(order[-1]), dtype=torch.int32)
-    pool = torch.full((num_pages, 1, 128 * (rank + 2 * rope + 4)), 0xFF, dtype=torch.uint8)
-    mean, factor = (torch.randn(rank), 0.5 + torch.rand(rank // 128)) if c["static"] else (None, None)
+    pool = torch.full((num_pages, heads, spec.layout.nbytes), 0xFF, dtype=torch.uint8)
+    mean, factor = (torch.randn(heads, rank), 0.5 + torch.rand(heads, rank // 128)) if c["static"] else (None, None)
     latents, keys, used = [], [], 0
     for seq, (n, count) in enumerate(zip(c["lengths"], counts, strict=True)):
         pages = order[used : used + count]
         table[seq, :count], used = pages, used + count
-        x = (torch.randn(n, rank) + c["mean"]) * (0.5 + torch.rand(n, 1))
-        x = rotate(x)
-        x[slice(*c["zeros"])] = 0.0
-        scales = x.abs().amax(1) / 127
-        if c["broken"] and seq == 1:
-            scales[-1] = torch.nan
-        codes = (x / scales[:, None]).round().nan_to_num()  # zeros of a scale that is zero or NaN
-        key = torch.randn(n, rope).half()
-        decoded = rotate_back(codes.double() * scales[:, None].double())
-        latents.append(decoded if mean is None else mean.double() + factor.double().repeat_interleave(128) * decoded)
-        keys.append(key.double())
-        for i, page in enumerate(pages.tolist()):
-            here = slice(128 * i, min(128 * i + 128, n))
-            m = max(here.stop - here.start, 0)
-            parts = pool[page, 0].split([128 * rank, 256 * rope, 512])
-            if n:
-                parts[0].fill_(0x80)
-            parts[0].view(torch.int8).view(128, rank)[:m] = codes[here].to(torch.int8)
-            parts[1].view(torch.float16).view(128, rope)[:m] = key[here]
-            parts[2].view(torch.float32)[:m] = scales[here]
+        latents.append([])
+        keys.append([])
+        for head in range(heads):
+            x = rotate((torch.randn(n, rank) + c["mean"]) * (0.5 + torch.rand(n, 1)))
+            x[slice(*c["zeros"])] = 0.0
+            key = rotate(torch.randn(n, rope)) if c["in_codes"] else torch.randn(n, rope).half()
+            scales = (torch.cat([x, key], 1) if c["in_codes"] else x).abs().amax(1) / 127
+            if c["broken"] and seq == 1:
+                scales[-1] = torch.nan
+            decoded, codes = _rounded(x, scales)
+            if c["in_codes"]:
+                decoded_key, key = _rounded(key, scales)
+            else:
+                decoded_key = key.double()
+            if mean is not None:
+                decoded = mean[head].double() + factor[head].double().repeat_interleave(128) * decoded
+            latents[-1].append(decoded)
+            keys[-1].append(decoded_key)
+            for i, page in enumerate(pages.tolist()):
+                here = slice(128 * i, min(128 * i + 128, n))
+                m = max(here.stop - here.start, 0)
+                parts = pool[page, head].split([128 * rank, spec.layout.v_bytes, 512])
+                if n:
+                    parts[0].fill_(0x80)
+                parts[0].view(torch.int8).view(128, rank)[:m] = codes[here]
+                parts[1].view(key.dtype).view(128, rope)[:m] = key[here]
+                parts[2].view(torch.float32)[:m] = scales[here]
     return {"pool": pool, "table": table, "mean": mean, "factor": factor, "latents": latents, "keys": keys}
+
+
+def _rounded(x: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the codes of rotated channels stand for, and the codes."""
+    codes = (x / scales[:, None]).round().nan_to_num().to(torch.int8)  # zeros of a scale that is zero or NaN
+    return rotate_back(codes.double() * scales[:, None].double()), codes
+
+
+def spec_of(c: dict) -> PageSpec:
+    return PageSpec.latent(c["rank"], c["rope"], c["in_codes"])
 
 
 def attend(c: dict) -> tuple[list[Launch], dict, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -129,8 +158,7 @@ def attend(c: dict) -> tuple[list[Launch], dict, torch.Tensor, tuple[torch.Tenso
         lengths = torch.tensor(c["lengths"], dtype=torch.int32)
         bounds = torch.tensor(c["bounds"], dtype=torch.int32) if c["bounds"] else None
         params = AttentionParams(bounds, c["queries"], c["causal"], c["scale"])
-        static = [x if x is None else x[None] for x in (pages["mean"], pages["factor"])]
-        kv_format = KVFormat.of(PageSpec.latent(c["rank"], c["rope"]), "int8", True, None, *static)
+        kv_format = KVFormat.of(spec_of(c), "int8", True, None, pages["mean"], pages["factor"])
         outputs = hopper.latent_decode(q, KVPages(pages["pool"], pages["table"], lengths, kv_format), params)
         hopper.plan.make_latent_plan.cache_clear()
     return launches, pages, q, outputs
@@ -149,12 +177,16 @@ def rounded_queries(c: dict, launch: Launch, tokens: int) -> torch.Tensor:
     x, r = (y.view(len(codes) // 64, 64, y.shape[1]).double() for y in (codes, rope))
     if options.digits == 2:
         x, r = (y.unflatten(1, (4, 2, 8)) for y in (x, r))
-        x, r = (x[:, :, 0] * 128 + x[:, :, 1]).flatten(1, 2), r[:, :, 0].flatten(1, 2)
+        x, both = ((y[:, :, 0] * 128 + y[:, :, 1]).flatten(1, 2) for y in (x, r))
+        r = both if c["in_codes"] else r[:, :, 0].flatten(1, 2)
+    r = rotate_back(r) if c["in_codes"] else r
     x = torch.cat([rotate_back(x), r], -1) * factor.double()[..., None] / (c["scale"] * math.log2(math.e))
     bounds = c["bounds"] or [c["queries"] * i for i in range(len(c["lengths"]) + 1)]
-    rows = [x[i * tiles : i * tiles + tiles].flatten(0, 1)[: (b - a) * c["heads"]]
+    group = c["heads"] // c["kv_heads"]
+    each = x.unflatten(0, (-1, c["kv_heads"], tiles)).flatten(2, 3)  # [seqs, kv_heads, rows, channels]
+    rows = [each[i, :, : (b - a) * group].unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
             for i, (a, b) in enumerate(pairwise(bounds))]  # fmt: skip
-    x = torch.cat(rows).view(-1, c["heads"], c["rank"] + c["rope"])
+    x = torch.cat(rows)
     return torch.cat([x, x.new_zeros(tokens - len(x), *x.shape[1:])])
 
 
@@ -164,12 +196,14 @@ def reference(c: dict, pages: dict, q: torch.Tensor) -> tuple[torch.Tensor, torc
     out = torch.zeros(len(q), c["heads"], c["rank"], dtype=torch.float64)
     lse = torch.full((len(q), c["heads"]), -torch.inf, dtype=torch.float64)
     for seq, (a, b) in enumerate(pairwise(bounds)):
-        latents, keys = pages["latents"][seq], pages["keys"][seq]
-        for t in range(a, b):
-            n = c["lengths"][seq] - (b - 1 - t if c["causal"] else 0)
-            if n > 0:
-                scores = q[t].double() @ torch.cat([latents[:n], keys[:n]], 1).T * c["scale"]
-                out[t], lse[t] = torch.softmax(scores, -1) @ latents[:n], scores.logsumexp(-1)
+        group = c["heads"] // c["kv_heads"]
+        for head, (latents, keys) in enumerate(zip(pages["latents"][seq], pages["keys"][seq], strict=True)):
+            rows = slice(head * group, head * group + group)
+            for t in range(a, b):
+                n = c["lengths"][seq] - (b - 1 - t if c["causal"] else 0)
+                if n > 0:
+                    scores = q[t, rows].double() @ torch.cat([latents[:n], keys[:n]], 1).T * c["scale"]
+                    out[t, rows], lse[t, rows] = torch.softmax(scores, -1) @ latents[:n], scores.logsumexp(-1)
     return out, lse
 
 
@@ -182,6 +216,13 @@ def emulate_case(name: str, seed: int = 0) -> dict:
         late = [warp for warp in c["late"] if launch is launches[1]]  # other launches have fewer warps
         emulate(launch, tuple(late), tuple(x for x in before if any(x is y for y in here)), seed)
         before = [x for name, x in zip(launch.kernel.arg_names, launch.args, strict=False) if name in WRITTEN]
+    if c["kv_heads"] > 1 and c["queries"] > 1:  # the outputs were copies of what the launches have written since
+        written = dict(zip(launches[2].kernel.arg_names, launches[2].args, strict=False))
+        shape = len(c["lengths"]), c["kv_heads"], c["queries"]
+        out, lse = (
+            written[name].unflatten(0, shape).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+            for name in ("out_ptr", "lse_ptr")
+        )
     ref, ref_lse = reference(c, pages, q)
     same_nan = torch.equal(out.isnan(), ref.isnan()) and torch.equal(lse.isnan(), ref_lse.isnan())
     rows = ~ref.isnan().any(-1)

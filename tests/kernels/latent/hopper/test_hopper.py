@@ -16,7 +16,8 @@ LOOPS = {
     "3.9": {
         "two digits": ((168, 0), (420, 0)), "two digits, drafts": ((168, 0), (492, 0)),
         "two digits, ragged": ((168, 0), (492, 0)), "two digits, rank 256, rope 32": ((175, 0), (374, 0)),
-        "two digits, rope 128": ((194, 4), (444, 0)), "two digits, no rope": ((168, 0), (392, 0)),
+        "two digits, rope 128": ((194, 4), (444, 0)), "two digits, RoPE in codes": ((168, 0), (420, 0)),
+        "two digits, no rope": ((168, 0), (392, 0)),
         "one digit": ((340, 0), (532, 0)), "one digit, drafts": ((340, 0), (644, 29)),
         "one digit, rank 256, rope 32": ((335, 0), (480, 0)),
     },
@@ -36,11 +37,13 @@ ERRORS = {
     "one digit, broken": (0.015, 0.02, 0.08),
     "one digit, zeros": (0.015, 0.02, 0.08),
     "one digit, many": (0.015, 0.02, 0.08),
+    "one digit, RoPE in codes": (0.015, 0.02, 0.08),
     "units that grow": (0.01, 0.01, 0.002),
 }
 TWO_DIGITS = (0.0015, 0.0015, 0.0005)
 EMULATED = (
     "ragged", "split", "drafts", "drafts of several lengths", "rank 256", "rope 128", "no rope", "broken",
+    "RoPE in codes", "RoPE in codes, drafts", "one digit, RoPE in codes",
     "units that grow", "one digit", "one digit, mean 1", "one digit, drafts", "one digit, rank 256",
     "one digit, broken", "zeros", "one digit, zeros", "many", "one digit, many",
 )  # fmt: skip

@@ -23,7 +23,7 @@ def latent_kernel(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table
     row_tile = gl.program_id(0) % row_tiles
     worker = gl.program_id(0) // row_tiles
     batch = DecodeBatch(
-        lengths_ptr, bounds_ptr, lengths_ptr, num_seqs, gl.to_tensor(1), max_q, gl.to_tensor(0),
+        lengths_ptr, bounds_ptr, lengths_ptr, num_seqs, gl.to_tensor(OPTIONS.heads), max_q, gl.to_tensor(0),
         row_tile * OPTIONS.rows, OPTIONS,
     )  # fmt: skip
     source = LatentSource(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table_ptr, table_stride)

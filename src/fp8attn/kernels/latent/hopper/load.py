@@ -49,9 +49,9 @@ class LatentMemory:
     """Shared memory. `tile` and `piece` count those of the CTA, in all of its warps."""
 
     q: gl.shared_memory_descriptor  # int8 [64, rank]
-    q_rope: gl.shared_memory_descriptor | gl.constexpr  # float16 [64, rope]; None without RoPE
+    q_rope: gl.shared_memory_descriptor | gl.constexpr  # float16 or int8 [64, rope]; None without RoPE
     codes: gl.shared_memory_descriptor  # int8 [STAGES, 64, rank]
-    rope: gl.shared_memory_descriptor | gl.constexpr  # float16 [STAGES, 64, rope]
+    rope: gl.shared_memory_descriptor | gl.constexpr  # [STAGES, 64, rope]
     scales: gl.shared_memory_descriptor  # float32 [STAGES, 1, 64]
     weights: gl.shared_memory_descriptor  # int8 [2, 64, 64], digits of rows, and tokens
     change: gl.shared_memory_descriptor  # [2, 64]: what a tile's weights make of the rows' units
@@ -126,9 +126,10 @@ def allocate(source, options: gl.constexpr):
     RANK: gl.constexpr = options.rank
     INT8_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, RANK], gl.int8)
     if options.rope > 0:
-        ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, options.rope], gl.float16)
-        q_rope = gl.allocate_shared_memory(gl.float16, [1, MMA_ROWS, options.rope], ROPE_LAYOUT)
-        rope = gl.allocate_shared_memory(gl.float16, [STAGES, TILE, options.rope], ROPE_LAYOUT)
+        ROPE_TYPE: gl.constexpr = gl.float16 if options.rope_in_16_bits else gl.int8
+        ROPE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, options.rope], ROPE_TYPE)
+        q_rope = gl.allocate_shared_memory(ROPE_TYPE, [1, MMA_ROWS, options.rope], ROPE_LAYOUT)
+        rope = gl.allocate_shared_memory(ROPE_TYPE, [STAGES, TILE, options.rope], ROPE_LAYOUT)
     else:
         q_rope: gl.constexpr = None
         rope: gl.constexpr = None
@@ -200,7 +201,8 @@ def scales_of(memory, stage):
 def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.constexpr):
     """The producer's warp. The first tiles of a piece are requested before its queries, for which there is memory only
     when the scores of the piece before are computed. `part`: of a sequence that began before the CTA's range."""
-    index, begin = work.seq, work.begin
+    HEADS: gl.constexpr = options.heads
+    index, head, begin = work.seq, work.head, work.begin
     piece = 0
     tile = 0
     while begin < work.high:
@@ -209,7 +211,8 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
         if i < j:
             left = seq.length - i * PAGE
             tiles = gl.minimum((j - i) * (PAGE // TILE), (left + (TILE - 1)) // TILE)  # none of an empty sequence
-            block = index * row_tiles + row_tile
+            block = (index * HEADS + head) * row_tiles + row_tile
+            query = seq.query * HEADS + head * seq.num_q  # KV heads of a sequence follow each other
             last = work.worker_of(begin + seq.num_tiles - 1)
             memory.wait_slot(piece)
             memory.put(piece, TILES, tiles)
@@ -217,7 +220,7 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
             memory.put(piece, QUERIES, seq.num_q)
             memory.put(piece, BLOCK, block)
             memory.put(piece, ROWS, seq.num_q * options.group - batch.row0)
-            memory.put(piece, PART, gl.where(i == 0, seq.query * options.group + batch.row0, part))
+            memory.put(piece, PART, gl.where(i == 0, query * options.group + batch.row0, part))
             memory.put(piece, MORE, gl.where(i == 0, last - work.worker, -1))
             sync()
             for t in range(tiles):
@@ -228,13 +231,13 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
                 stage = memory.stage(tile)
                 empty = memory.barriers.index(FULL + memory.STAGES + stage)
                 mbarrier.wait(empty, (memory.round(tile) & 1) ^ 1)
-                source.request(memory, stage, page, in_seq)
+                source.request(memory, stage, page * HEADS + head, in_seq)
                 tile += 1
             if tiles <= memory.STAGES:
                 source.request_queries(memory, piece, block)
             piece += 1
         begin += seq.places
-        index += 1
+        index, head = batch.following(index, head, seq.num_tiles)
     memory.wait_slot(piece)
     memory.put(piece, TILES, -1)
     sync()

@@ -9,6 +9,7 @@ import torch
 
 from ....formats.page_layout import PAGE_SIZE
 from ....formats.rotation import MAX_BLOCK
+from ....formats.spec import PageSpec
 from ...common import power_of_two
 from ...decode.plan import even_workers
 from ...launch import Constants, ConstexprFields, make_constants, num_sms
@@ -35,7 +36,9 @@ class LatentOptions(ConstexprFields):
 
     rank: int  # channels of the latent, key and value of all heads
     rope: int  # channels of the key with RoPE
-    group: int  # query heads
+    rope_in_16_bits: bool  # else it is in codes
+    heads: int  # KV heads of a page
+    group: int  # query heads of each
     digits: int  # of queries and weights: INT8 operands, each of them rows of a product
     rows: int  # query rows (token, head) of a CTA
     stages: int  # tiles in shared memory
@@ -79,26 +82,29 @@ class LatentPlan:
 
 @lru_cache(maxsize=4096)
 def make_latent_plan(
-    device: torch.device, pool: tuple[int, ...], rank: int, rope: int, heads: int, num_tokens: int, num_seqs: int,
+    device: torch.device, pool: tuple[int, ...], spec: PageSpec, group: int, num_tokens: int, num_seqs: int,
     max_q: int, causal: bool, ragged: bool,
 ) -> LatentPlan:  # fmt: skip
-    """The plan for a pool of shape `pool [pages, 1, bytes]` on `device`, and for `num_tokens` query tokens of
-    `num_seqs` sequences, each of which has up to `max_q`."""
-    num_pages, _, nbytes = pool
-    digits = 2 if heads <= EXACT_HEADS else 1
+    """The plan for a pool of shape `pool [pages, KV heads, bytes]` on `device`, and for `num_tokens` query tokens with
+    `group` heads of `num_seqs` sequences, each of which has up to `max_q`. A sequence is one of a KV head."""
+    num_pages, heads, nbytes = pool
+    num_pages *= heads
+    rank, rope = spec.widths
+    digits = 2 if group <= EXACT_HEADS else 1
     rows = MMA_ROWS // digits
-    row_tiles = -(-max_q * heads // rows)
-    token = rank + 2 * rope  # bytes of codes and RoPE, also of a row of quantized queries
+    row_tiles = -(-max_q * group // rows)
+    rope_bytes = 1 if spec.rope_in_codes else 2
+    token = rank + rope_bytes * rope  # bytes of codes and RoPE, also of a row of quantized queries
     room = SHARED_MEMORY - SMALL - MMA_ROWS * token - 2 * MMA_ROWS * TILE  # less queries and weights
     options = LatentOptions(
-        rank, rope, heads, digits, rows,
+        rank, rope, rope > 0 and not spec.rope_in_codes, heads, group, digits, rows,
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
         block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged,
         softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES,
         part_width=rank if digits == 2 else rank // 2,
     )  # fmt: skip
     workers = even_workers(num_sms(device) // row_tiles, num_seqs)
-    blocks, results = row_tiles * num_seqs, num_tokens * heads
+    blocks, results = row_tiles * num_seqs, num_tokens * group
     parts = results + row_tiles * workers * rows
     # Of the last kernel: parts that a program loads at once, as many as a row has if sequences have one length; rows.
     at_once = min(64, power_of_two(max(1, workers // num_seqs)))
@@ -115,12 +121,12 @@ def make_latent_plan(
         q_rope=View((blocks * MMA_ROWS, rope), (rope, 1), (MMA_ROWS, rope)),
         codes=View((num_pages, PAGE_SIZE, rank), (nbytes, rank, 1), (1, TILE, rank), dtype=torch.int8),
         rope=View(
-            (num_pages, PAGE_SIZE, rope), (nbytes // 2, rope, 1), (1, TILE, rope),
-            dtype=torch.float16, offset=PAGE_SIZE * rank,
+            (num_pages, PAGE_SIZE, rope), (nbytes // rope_bytes, rope, 1), (1, TILE, rope),
+            dtype=torch.int8 if spec.rope_in_codes else torch.float16, offset=PAGE_SIZE * rank,
         ),
         scales=View(
             (num_pages, PAGE_SIZE), (nbytes // SCALE_BYTES, 1), (1, TILE),
-            swizzled=False, dtype=torch.float32, offset=PAGE_SIZE * (rank + 2 * rope),
+            swizzled=False, dtype=torch.float32, offset=PAGE_SIZE * token,
         ),
         round_grid=(blocks * rows // ROUNDED,),
         grid=(row_tiles * workers,),

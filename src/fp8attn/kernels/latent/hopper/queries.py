@@ -28,10 +28,10 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     """
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
     ROWS: gl.constexpr = OPTIONS.rows
+    ROPE_IN_CODES: gl.constexpr = OPTIONS.rope > 0 and not OPTIONS.rope_in_16_bits
     TOP: gl.constexpr = 127.0 if OPTIONS.digits == 1 else 127.0 * 128
     k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
     odd = k & gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
@@ -50,26 +50,22 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         num_q = gl.load(bounds_ptr + seq + 1) - query
     LOAD: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [WARPS, 1, 1], [2, 1, 0])
     at, inside = _rows(first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
-    channel = _channels(LOAD)
+    channel = _channels(LOAD, BLOCK)
     q = gl.load(q_ptr + at[None, :, None] + channel, mask=inside[None, :, None] & (channel >= 0), other=0.0)
-    left = gl.convert_layout(q, LEFT)
-    none = gl.zeros([WARPS, N, 16], gl.float32, MMA)
-    blocks = ()
-    for j in gl.static_range(BLOCK // 16):
-        x = mma_v2(_sixteen(left, j, LEFT), plus, none)
-        blocks += (-x if (HIGH_SIGNS >> j) & 1 else x,)
-    blocks = hadamard_blocks(blocks, 1, BLOCK // 16)
     size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
     block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     if factor_ptr is not None:
         size *= gl.load(factor_ptr + block)
     bits = gl.zeros([WARPS, N, 16], gl.int32, MMA)
-    rotated = ()
-    for j in gl.static_range(BLOCK // 16):
-        rotated += (blocks[j] * size,)
-        bits = gl.maximum(bits, gl.abs(rotated[j]).to(gl.int32, bitcast=True))  # NaN is larger than all numbers here
+    rotated, bits = _rotate(q, plus, size, bits)
+    if ROPE_IN_CODES:  # one block, which every warp computes
+        gl.static_assert(OPTIONS.rope == BLOCK)
+        rope_channel = _channels(LOAD, 0)
+        to_load = inside[None, :, None] & (rope_channel >= 0)
+        rope = gl.load(q_ptr + at[None, :, None] + OPTIONS.rank + rope_channel, mask=to_load, other=0.0)
+        rotated_rope, bits = _rotate(rope, plus, gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA), bits)
     bits = gl.max(gl.max(bits, 2), 0)
-    if OPTIONS.rope > 0:
+    if OPTIONS.rope_in_16_bits:
         FLAT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
         rope_at, rope_inside = _rows(
             first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(1, FLAT)
@@ -91,23 +87,22 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         score = gl.sum(gl.sum(q.to(gl.float32) * gl.load(mean_ptr + channel), 2), 0) * (scale * LOG2E)
         score = gl.convert_layout(score, ROW)
         gl.store(scores_ptr + row, score, mask=row < num_q * OPTIONS.group)
-    high = ()
-    low = ()
-    for j in gl.static_range(BLOCK // 16):
-        x = (rotated[j] * inverse[None, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
-        if OPTIONS.digits == 2:
-            digit = ((x + 64) & 127) - 64
-            low += (digit.to(gl.int8),)
-            x = (x - digit) >> 7
-        high += (x.to(gl.int8),)
+    high, low = _digits(rotated, inverse, OPTIONS)
     STORE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [WARPS, 1, 1], [2, 1, 0])
     stored = first_row + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, STORE)))
     stored = _stored(seq * row_tiles, stored, OPTIONS).to(gl.int64)[None, :, None]
-    to = codes_ptr + stored * OPTIONS.rank + _channels(STORE)
+    to = codes_ptr + stored * OPTIONS.rank + _channels(STORE, BLOCK)
     gl.store(to, gl.convert_layout(_together(high), STORE))
     if OPTIONS.digits == 2:
         gl.store(to + 8 * OPTIONS.rank, gl.convert_layout(_together(low), STORE))
-    if OPTIONS.rope > 0:
+    if ROPE_IN_CODES:
+        high, low = _digits(rotated_rope, inverse, OPTIONS)
+        to = rope_ptr + stored * OPTIONS.rope + _channels(STORE, 0)
+        first_warp = (_channels(STORE, BLOCK) < BLOCK) & (stored >= 0)
+        gl.store(to, gl.convert_layout(_together(high), STORE), mask=first_warp)
+        if OPTIONS.digits == 2:
+            gl.store(to + 8 * OPTIONS.rope, gl.convert_layout(_together(low), STORE), mask=first_warp)
+    if OPTIONS.rope_in_16_bits:
         rope *= gl.convert_layout(inverse, gl.SliceLayout(1, FLAT))[:, None]
         row = first_row + gl.arange(0, N, gl.SliceLayout(1, FLAT))
         to = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
@@ -115,9 +110,42 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
 
 
 @gluon.jit
-def _channels(LAYOUT: gl.constexpr):
-    """`[warps, 1, 128]`: the channels of each warp's block."""
-    first = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * BLOCK
+def _rotate(q, plus, size, bits):
+    """Rows `q [warps, N, 128]` rotated, times `size`: eight times 16 channels. `bits`: of the largest magnitudes."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, size.type.layout, 2)
+    left = gl.convert_layout(q, LEFT)
+    none = gl.zeros([gl.num_warps(), N, 16], gl.float32, size.type.layout)
+    blocks = ()
+    for j in gl.static_range(BLOCK // 16):
+        x = mma_v2(_sixteen(left, j, LEFT), plus, none)
+        blocks += (-x if (HIGH_SIGNS >> j) & 1 else x,)
+    blocks = hadamard_blocks(blocks, 1, BLOCK // 16)
+    rotated = ()
+    for j in gl.static_range(BLOCK // 16):
+        rotated += (blocks[j] * size,)
+        bits = gl.maximum(bits, gl.abs(rotated[j]).to(gl.int32, bitcast=True))  # NaN is larger than all numbers here
+    return rotated, bits
+
+
+@gluon.jit
+def _digits(rotated, inverse, options: gl.constexpr):
+    """The digits of rotated rows times `inverse`: eight times 16 channels of the high ones, and of the low ones."""
+    high = ()
+    low = ()
+    for j in gl.static_range(BLOCK // 16):
+        x = (rotated[j] * inverse[None, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
+        if options.digits == 2:
+            digit = ((x + 64) & 127) - 64
+            low += (digit.to(gl.int8),)
+            x = (x - digit) >> 7
+        high += (x.to(gl.int8),)
+    return high, low
+
+
+@gluon.jit
+def _channels(LAYOUT: gl.constexpr, STEP: gl.constexpr):
+    """`[warps, 1, 128]`: the channels of each warp's block, `STEP` after those of the warp before."""
+    first = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
     return first + gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
 
 

@@ -1,7 +1,8 @@
 """The weights of a tile: one warpgroup multiplies queries and tokens, and rounds the softmax's weights to INT8 digits.
 
-Scores are exact: `INT8 x INT8` sums in INT32, and the RoPE part in FP16. A row's scores are in units of its queries'
-factor, which is applied in the exponent. A weight, `exp2(score - max) * token scale`, is an integer of its row's unit:
+Scores are exact: `INT8 x INT8` sums in INT32, and the RoPE part in FP16 if it is not in codes. A row's scores are in
+units of its queries' factor, which is applied in the exponent. A weight, `exp2(score - max) * token scale`, is an
+integer of its row's unit:
 
 - one digit, 0 to 255: the unit is the tile's, its largest weight and its largest scale. `change` of a row is the unit
   of the tile before in units of this one, FP32.
@@ -112,12 +113,17 @@ def _multiply(memory, tile, options: gl.constexpr):
     zero_here = uniform_zero()
     zero = gl.zeros([64, TILE], gl.int32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 32]))
     s_rope = zero
-    if options.rope > 0:
+    if options.rope_in_16_bits:
         s_rope = gl.zeros([64, TILE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
         keys = memory.rope.index(stage).permute([1, 0])
         s_rope = warpgroup_mma(memory.q_rope.index(zero_here), keys, s_rope, use_acc=False, is_async=True)
+    s = zero
+    BOTH: gl.constexpr = options.rope > 0 and not options.rope_in_16_bits  # in one sum
+    if BOTH:
+        keys = memory.rope.index(stage).permute([1, 0])
+        s = warpgroup_mma(memory.q_rope.index(zero_here), keys, s, use_acc=False, is_async=True)
     s = warpgroup_mma(
-        memory.q.index(zero_here), memory.codes.index(stage).permute([1, 0]), zero, use_acc=False, is_async=True
+        memory.q.index(zero_here), memory.codes.index(stage).permute([1, 0]), s, use_acc=BOTH, is_async=True
     )
     return s, s_rope
 
@@ -127,18 +133,18 @@ def _scores(memory, tile, s, s_rope, options: gl.constexpr):
     """Scores of a tile `[rows, 64]`, and the tokens' scales. The tile is released."""
     X: gl.constexpr = scores_layout(options.rows)
     scales = scales_of(memory, memory.stage(tile)).load(gl.SliceLayout(0, X))
-    if options.rope > 0:
+    if options.rope_in_16_bits:
         s, s_rope = warpgroup_mma_wait(0, deps=[s, s_rope])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     if options.digits == 2:
         high, low = s.reshape([4, 2, 8, TILE]).permute(0, 2, 3, 1).split()
         s = (high * 128 + low).reshape([32, TILE])
-        if options.rope > 0:
+        if options.rope_in_16_bits:
             s_rope, _ = s_rope.reshape([4, 2, 8, TILE]).permute(0, 2, 3, 1).split()
             s_rope = s_rope.reshape([32, TILE])
     y = gl.convert_layout(s.to(gl.float32), X, assert_trivial=True) * scales[None, :]
-    if options.rope > 0:
+    if options.rope_in_16_bits:
         y += gl.convert_layout(s_rope, X, assert_trivial=True)
     if options.digits == 2:  # ptxas: read later, the accumulators would keep the next product from running
         y = pin(y)
