@@ -225,7 +225,8 @@ def page(untried: dict[str, str]) -> str:
         "`python -m tests.support.families --write` writes this",
         "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which "
         "may",
-        "have another head_dim or other layers.", "",
+        "have another head_dim or other layers. Full layers with `attention_k_eq_v` (Gemma 4) "
+        "[store V and a quarter of K's channels](latent.md#keys-that-follow-from-values-gemma-4).", "",
         "## Served", "", "By the layers that stay in 16 bits:", "",
         *(f"- **{kinds}**: {', '.join(names)}." for kinds, names in sorted(served.items(),
         key=lambda item: -len(item[1]))), "",
