@@ -29,6 +29,7 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 SPEC = PageSpec.latent(512, 64)
 SMALL = PageSpec.latent(256, 32)
+IN_CODES = PageSpec.latent(512, 128, rope_in_codes=True)
 SCALE = 192**-0.5
 BACKENDS = [
     "triton",
@@ -89,7 +90,7 @@ def check(pages: KVPages, q: torch.Tensor, params: AttentionParams, backend: str
 
 @pytest.mark.parametrize(("before", "new"), [([0, 0], [1, 1]), ([127, 130], [1, 1]), ([120, 0, 5], [16, 0, 3]),
                                         ([100, 0], [1500, 40]), ([0], [5000])], ids=str)  # fmt: skip
-@pytest.mark.parametrize("spec", [SPEC, SMALL, PageSpec.latent(128, 0), PageSpec.latent(1024, 128)], ids=str)
+@pytest.mark.parametrize("spec", [SPEC, SMALL, PageSpec.latent(128, 0), PageSpec.latent(1024, 128), IN_CODES], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["", "mean and factor"])
 def test_append_writes_the_references_bytes(before, new, spec, static):
     ours = empty([a + b for a, b in zip(before, new, strict=True)], spec, static=static, device=CUDA)
@@ -116,6 +117,28 @@ def test_steps(backend, heads, lengths):
     pages = filled(lengths, SPEC)
     q = torch.randn(len(lengths), heads, 576, device=CUDA).half()
     check(pages, q, AttentionParams(None, 1, True, SCALE), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kv_heads", "heads"), [(1, 16), (2, 16), (4, 32), (1, 40)])
+@pytest.mark.parametrize("counts", [1, 3])
+@pytest.mark.parametrize("padded", [False, True])
+def test_rope_in_codes(backend, kv_heads, heads, counts, padded):
+    """Gemma 4's heads. Padding ends in both tiles of a page, and at its end."""
+    lengths = [2000, 66, 129, 300]
+    pages = latents.filled(lengths, IN_CODES, kv_heads, device=CUDA)
+    pad = torch.tensor([1000, 3, 127, 128], dtype=torch.int32, device=CUDA) if padded else None
+    q = 0.5 * torch.randn(counts * len(lengths), heads, 640, device=CUDA).half()
+    check(pages, q, AttentionParams(None, counts, True, SCALE, leftpad_k=pad), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_padding(backend, heads):
+    pages = filled([900, 260, 130], SPEC)
+    pad = torch.tensor([700, 3, 129], dtype=torch.int32, device=CUDA)
+    q = torch.randn(3, heads, 576, device=CUDA).half()
+    check(pages, q, AttentionParams(None, 1, True, SCALE, leftpad_k=pad), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

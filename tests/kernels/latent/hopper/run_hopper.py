@@ -31,7 +31,8 @@ from tests.support.machine_code import Sass, build, dry
 PLAIN = {
     "lengths": [1], "heads": 16, "rank": 512, "rope": 64, "queries": 1, "bounds": None, "causal": True,
     "scale": 192**-0.5, "mean": 0.0, "q": 1.0, "static": False, "dtype": torch.float16, "sms": 4, "late": (),
-    "broken": False, "kv_heads": 1, "in_codes": False, "zeros": (0, 0), "most_tiles": hopper.plan.MOST_TILES,
+    "broken": False, "kv_heads": 1, "in_codes": False, "pads": None, "zeros": (0, 0),
+    "most_tiles": hopper.plan.MOST_TILES,
 }  # fmt: skip
 COMPILED = {
     "two digits": {},
@@ -40,6 +41,7 @@ COMPILED = {
     "two digits, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40 // 2},
     "two digits, rope 128": {"rope": 128},
     "two digits, no rope": {"rope": 0},
+    "two digits, padding": {"pads": [0]},
     "two digits, RoPE in codes": {"rope": 128, "in_codes": True, "kv_heads": 2},
     "one digit": {"heads": 128},
     "one digit, drafts": {"heads": 64, "queries": 2},
@@ -57,6 +59,11 @@ EMULATED = {
     "RoPE in codes": {
         "lengths": [300, 0, 1, 130], "rope": 128, "in_codes": True, "kv_heads": 2, "sms": 3, "late": (12,),
     },
+    "padding": {"lengths": [330, 130, 64, 400], "pads": [200, 65, 64, 3], "sms": 3, "late": (0, 1)},
+    "padding, drafts": {
+        "lengths": [300, 129], "pads": [255, 127], "rope": 128, "in_codes": True, "kv_heads": 2, "queries": 5, "sms": 2,
+    },
+    "one digit, padding": {"lengths": [700, 190], "pads": [130, 70], "heads": 40, "sms": 4},
     "RoPE in codes, drafts": {
         "lengths": [67, 250], "rope": 128, "in_codes": True, "kv_heads": 4, "heads": 32, "queries": 5, "sms": 4,
         "mean": 1.0,
@@ -157,7 +164,8 @@ def attend(c: dict) -> tuple[list[Launch], dict, torch.Tensor, tuple[torch.Tenso
         hopper.plan.make_latent_plan.cache_clear()
         lengths = torch.tensor(c["lengths"], dtype=torch.int32)
         bounds = torch.tensor(c["bounds"], dtype=torch.int32) if c["bounds"] else None
-        params = AttentionParams(bounds, c["queries"], c["causal"], c["scale"])
+        pads = None if c["pads"] is None else torch.tensor(c["pads"], dtype=torch.int32)
+        params = AttentionParams(bounds, c["queries"], c["causal"], c["scale"], leftpad_k=pads)
         kv_format = KVFormat.of(spec_of(c), "int8", True, None, pages["mean"], pages["factor"])
         outputs = hopper.latent_decode(q, KVPages(pages["pool"], pages["table"], lengths, kv_format), params)
         hopper.plan.make_latent_plan.cache_clear()
@@ -201,9 +209,10 @@ def reference(c: dict, pages: dict, q: torch.Tensor) -> tuple[torch.Tensor, torc
             rows = slice(head * group, head * group + group)
             for t in range(a, b):
                 n = c["lengths"][seq] - (b - 1 - t if c["causal"] else 0)
-                if n > 0:
-                    scores = q[t, rows].double() @ torch.cat([latents[:n], keys[:n]], 1).T * c["scale"]
-                    out[t, rows], lse[t, rows] = torch.softmax(scores, -1) @ latents[:n], scores.logsumexp(-1)
+                pad = c["pads"][seq] if c["pads"] else 0
+                if n > pad:
+                    scores = q[t, rows].double() @ torch.cat([latents[pad:n], keys[pad:n]], 1).T * c["scale"]
+                    out[t, rows], lse[t, rows] = torch.softmax(scores, -1) @ latents[pad:n], scores.logsumexp(-1)
     return out, lse
 
 

@@ -38,12 +38,14 @@ ERRORS = {
     "one digit, zeros": (0.015, 0.02, 0.08),
     "one digit, many": (0.015, 0.02, 0.08),
     "one digit, RoPE in codes": (0.015, 0.02, 0.08),
+    "one digit, padding": (0.015, 0.02, 0.08),
     "units that grow": (0.01, 0.01, 0.002),
 }
 TWO_DIGITS = (0.0015, 0.0015, 0.0005)
 EMULATED = (
     "ragged", "split", "drafts", "drafts of several lengths", "rank 256", "rope 128", "no rope", "broken",
-    "RoPE in codes", "RoPE in codes, drafts", "one digit, RoPE in codes",
+    "RoPE in codes", "RoPE in codes, drafts", "one digit, RoPE in codes", "padding", "padding, drafts",
+    "one digit, padding",
     "units that grow", "one digit", "one digit, mean 1", "one digit, drafts", "one digit, rank 256",
     "one digit, broken", "zeros", "one digit, zeros", "many", "one digit, many",
 )  # fmt: skip

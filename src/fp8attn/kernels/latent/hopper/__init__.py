@@ -32,13 +32,12 @@ MAX_ROWS = 1024  # query tokens x heads that this kernel is meant for
 
 
 def takes(pages: KVPages, params: AttentionParams, num_q_heads: int) -> bool:
-    """Whether `latent_decode` has what a call needs: the rank, few query rows, all keys of a sequence. Several KV heads
-    have as many query tokens in each sequence, and no mean and no factor.
+    """Whether `latent_decode` has what a call needs: the rank, few query rows, no window. Several KV heads have as many
+    query tokens in each sequence, and no mean and no factor.
     """
     format = pages.format
     return (
         pages.spec.v_dim in RANKS and params.max_seqlen_q * num_q_heads <= MAX_ROWS and not params.window
-        and params.leftpad_k is None
         and (pages.num_kv_heads == 1 or params.cu_seqlens_q is format.v_mean is format.factor is None)
     )  # fmt: skip
 
@@ -77,7 +76,10 @@ def _attend(
     if not num_tokens or not table.shape[1] or not len(pool):
         return out.zero_(), lse.fill_(float("-inf"))
     ragged = bounds is not None
-    plan = make_latent_plan(device, pool.shape, pages.spec, heads, num_tokens, num_places, max_q, params.causal, ragged)
+    leftpad = params.leftpad_k
+    plan = make_latent_plan(
+        device, pool.shape, pages.spec, heads, num_tokens, num_places, max_q, params.causal, ragged, leftpad is not None
+    )
     codes = torch.empty(plan.blocks * MMA_ROWS, rank, dtype=torch.int8, device=device)
     rope_dtype = torch.int8 if pages.spec.rope_in_codes else torch.float16
     q_rope = torch.empty(plan.blocks * MMA_ROWS, rope, dtype=rope_dtype, device=device)
@@ -92,7 +94,8 @@ def _attend(
     args = (
         Tiles(codes, plan.q), Tiles(q_rope, plan.q_rope) if rope else None, Tiles(pool, plan.codes),
         Tiles(pool, plan.rope) if rope else None, Tiles(pool, plan.scales), table, table.stride(0), lengths, bounds,
-        numbers, more, num_seqs, num_tokens, max_q, plan.row_tiles, plan.workers, plan.parts,
+        lengths if leftpad is None else leftpad, numbers, more, num_seqs, num_tokens, max_q, plan.row_tiles,
+        plan.workers, plan.parts,
     )  # fmt: skip
     launch(latent_kernel, plan.grid, args, plan.attend)
     args = (numbers, more, bounds, mean, factor, out, lse, plan.parts, num_places, num_tokens, plan.row_tiles)

@@ -17,13 +17,13 @@ from .softmax import weigh
     "table_stride", "num_seqs", "num_tokens", "max_q", "row_tiles", "workers", "parts",
 ])  # fmt: skip
 def latent_kernel(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table_ptr, table_stride, lengths_ptr,
-                  bounds_ptr, numbers_ptr, more_ptr, num_seqs, num_tokens, max_q, row_tiles, workers, parts,
-                  OPTIONS: gl.constexpr):  # fmt: skip
+                  bounds_ptr, leftpad_ptr, numbers_ptr, more_ptr, num_seqs, num_tokens, max_q, row_tiles, workers,
+                  parts, OPTIONS: gl.constexpr):  # fmt: skip
     """A CTA for each worker and row tile. Neighbors read the same pages at the same time for other row tiles."""
     row_tile = gl.program_id(0) % row_tiles
     worker = gl.program_id(0) // row_tiles
     batch = DecodeBatch(
-        lengths_ptr, bounds_ptr, lengths_ptr, num_seqs, gl.to_tensor(OPTIONS.heads), max_q, gl.to_tensor(0),
+        lengths_ptr, bounds_ptr, leftpad_ptr, num_seqs, gl.to_tensor(OPTIONS.heads), max_q, gl.to_tensor(0),
         row_tile * OPTIONS.rows, OPTIONS,
     )  # fmt: skip
     source = LatentSource(q_desc, q_rope_desc, codes_desc, rope_desc, scales_desc, table_ptr, table_stride)

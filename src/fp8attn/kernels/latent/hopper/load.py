@@ -33,8 +33,9 @@ CHANGE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32]], al
 
 # The numbers of a piece, one int32 each: its tiles (-1: there is no more piece); tokens from its first tile to the
 # sequence's end; the sequence's query tokens; the block of quantized rows; rows that exist; the part that they are
-# written to; how many other ranges have parts of the sequence (-1: it began before this range, which does not know).
-TILES, LEFT, QUERIES, BLOCK, ROWS, PART, MORE = (gl.constexpr(i) for i in range(7))
+# written to; how many other ranges have parts of the sequence (-1: it began before this range, which does not know);
+# tokens of padding from its first tile on.
+TILES, LEFT, QUERIES, BLOCK, ROWS, PART, MORE, PAD = (gl.constexpr(i) for i in range(8))
 FIELDS = gl.constexpr(8)
 
 # Barriers. Two of each but the last: of a tile's weights and of a piece, in two slots; and one for each stage of FULL
@@ -209,7 +210,8 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
         seq = batch.sequence(index)
         i, j = batch.portion(begin, seq, work)
         if i < j:
-            left = seq.length - i * PAGE
+            page0 = seq.first_tile + i
+            left = seq.length - page0 * PAGE
             tiles = gl.minimum((j - i) * (PAGE // TILE), (left + (TILE - 1)) // TILE)  # none of an empty sequence
             block = (index * HEADS + head) * row_tiles + row_tile
             query = seq.query * HEADS + head * seq.num_q  # KV heads of a sequence follow each other
@@ -222,11 +224,13 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
             memory.put(piece, ROWS, seq.num_q * options.group - batch.row0)
             memory.put(piece, PART, gl.where(i == 0, query * options.group + batch.row0, part))
             memory.put(piece, MORE, gl.where(i == 0, last - work.worker, -1))
+            if options.leftpad:
+                memory.put(piece, PAD, seq.pad - page0 * PAGE)
             sync()
             for t in range(tiles):
                 if t == memory.STAGES:
                     source.request_queries(memory, piece, block)
-                in_seq = i * (PAGE // TILE) + t
+                in_seq = page0 * (PAGE // TILE) + t
                 page = gl.load(source.table + index * source.table_stride + column_of(in_seq, TILE))
                 stage = memory.stage(tile)
                 empty = memory.barriers.index(FULL + memory.STAGES + stage)

@@ -45,13 +45,13 @@ class LatentOptions(ConstexprFields):
     block: int  # sequences whose lengths a CTA loads at once
     causal: bool  # among several query tokens
     ragged: bool  # the queries' bounds are given
+    leftpad: bool  # sequences begin with padding
     softmax_registers: int  # of a thread that computes weights
     most_tiles: int  # `MOST_TILES`
     part_width: int  # of a row of partial results, in FP32 numbers: they are FP16 with one digit
-    # For `decode.work`: its list has whole pages, without windows, padding and places for beginnings and ends.
+    # For `decode.work`: its list has whole pages, without windows and places for beginnings and ends.
     tile: int = PAGE_SIZE
     window: bool = False
-    leftpad: bool = False
     whole_tiles: int = 0
     head_tiles: int = 0
 
@@ -83,7 +83,7 @@ class LatentPlan:
 @lru_cache(maxsize=4096)
 def make_latent_plan(
     device: torch.device, pool: tuple[int, ...], spec: PageSpec, group: int, num_tokens: int, num_seqs: int,
-    max_q: int, causal: bool, ragged: bool,
+    max_q: int, causal: bool, ragged: bool, leftpad: bool,
 ) -> LatentPlan:  # fmt: skip
     """The plan for a pool of shape `pool [pages, KV heads, bytes]` on `device`, and for `num_tokens` query tokens with
     `group` heads of `num_seqs` sequences, each of which has up to `max_q`. A sequence is one of a KV head."""
@@ -99,7 +99,7 @@ def make_latent_plan(
     options = LatentOptions(
         rank, rope, rope > 0 and not spec.rope_in_codes, heads, group, digits, rows,
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
-        block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged,
+        block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged, leftpad=leftpad,
         softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES,
         part_width=rank if digits == 2 else rank // 2,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from .load import (
     BLOCK,
     LEFT,
     MORE,
+    PAD,
     PART,
     QUERIES,
     QUERIES_EMPTY,
@@ -176,6 +177,14 @@ def _hide(memory, piece, y, scales, seen, row0, LAST: gl.constexpr, options: gl.
 
 
 @gluon.jit
+def _hide_padding(y, scales, pad, options: gl.constexpr):
+    """The scores of a tile, `HIDDEN` of its first `pad` tokens."""
+    X: gl.constexpr = scores_layout(options.rows)
+    seen = gl.arange(0, TILE, gl.SliceLayout(0, X)) >= pad
+    return gl.where(seen[None, :], y, HIDDEN), gl.where(seen, scales, 0.0)
+
+
+@gluon.jit
 def _publish(memory, tile, high, low, change, options: gl.constexpr):
     """Give the weights and the rows' changes of a tile to the warps that accumulate."""
     slot = tile & 1
@@ -303,6 +312,9 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
         if options.causal:
             seen -= memory.get(piece, QUERIES) - 1
         sums = _start(tile, options)
+        pad = seen * 0
+        if options.leftpad:
+            pad = memory.get(piece, PAD)
         if tiles > 0:
             if AHEAD:
                 s, s_rope = _multiply(memory, tile, options)
@@ -315,6 +327,10 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
                     if seen < TILE:
                         y, scales = _hide(memory, piece, y, scales, seen, row0, False, options)
                     seen -= TILE
+                if options.leftpad:
+                    if pad > 0:
+                        y, scales = _hide_padding(y, scales, pad, options)
+                    pad -= TILE
                 if AHEAD:
                     s, s_rope = _multiply(memory, tile + 1, options)
                 aged = ((tile - begin) & (options.most_tiles - 1)) == options.most_tiles - 1
@@ -326,6 +342,8 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
             if not options.causal:
                 seen -= (tiles - 1) * TILE
             y, scales = _hide(memory, piece, y, scales, seen, row0, True, options)
+            if options.leftpad:
+                y, scales = _hide_padding(y, scales, pad, options)
             sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
             tile += 1
         _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options)
