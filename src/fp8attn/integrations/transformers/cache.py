@@ -23,6 +23,7 @@ from ...cache.page_table import MOST_SEQUENCES
 from ...checks import check_size, is_whole
 from ...errors import UsageError
 from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
+from ...formats.spec import spec_of
 from ...pages import KVPages
 from ...params import BackendName
 from ...scales import KVScales, ranges
@@ -206,7 +207,11 @@ class FP8Cache(Cache):
         cache = cls.__new__(cls)
         # Means and the choice of layers are in the file, so the model's weights are not read.
         skipped = [index for index in range(len(specs)) if index not in file.layers]
-        keys = {i: x for i, x in key_weights(model, specs).items() if "spec" in file.layers.get(i, {})}
+        keys = {
+            index: weight
+            for index, weight in key_weights(model, specs).items()
+            if index in file.layers and spec_of(file.layers[index]["spec"]) == specs[index].latent_pages
+        }
         layers = make_layers(model, specs, options, None, Weights({}, set(), []), skipped, devices, keys)
         cache._take(model, specs, options, layers)
         files.restore(file, cache.layers, cache.identity, devices, tokens)
