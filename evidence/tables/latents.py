@@ -74,3 +74,22 @@ def latent_step() -> str:
         for case in dict.fromkeys(case for case, _ in rows)
     ]  # fmt: skip
     return table(head, body)
+
+
+@block("latent_vllm")
+def latent_vllm() -> str:
+    """Distances by batch, and milliseconds of attention in a step, of engines."""
+    title, rows = latest("latent_vllm")
+    impls = {"vllm-bf16": "BF16 (FlashAttention-3)", "vllm-flashmla": LATENT["flashmla-bf16"]}
+    impls |= {impl: LATENT[impl] for impl in ("fp8attn", "vllm-flashmla-fp8")}
+    forms = {
+        "alone": ("an answer among 65 others of the same length, nats from its answer alone", "nats_from_alone", ".3f"),
+        "hit": ("an answer after a hit of the prefix cache, nats from the first time", "nats_from_first", ".3f"),
+        "prefill": ("the first token of a prompt, ms", "ms", ".1f"),
+        "decode": ("attention in a step, ms", "attention_ms", ".3f"),
+    }
+    body = []
+    for kind, (text, key, form) in forms.items():
+        for case in dict.fromkeys(case for case, _ in rows if f"-{kind}-" in case):
+            body.append([f"{case}: {text}", *(value(rows, case, impl, key, form) for impl in impls)])
+    return table([f"vLLM {header('latent_vllm')['peers']['vllm'].split()[-1]}, {title}", *impls.values()], body)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tests.support.answers import answers_of, environment_of
 
+# Options of `run_answers` and `run_small_pool`: a trained model with the attention of DeepSeek V3.
+LATENTS = {"model": str(Path(__file__).parents[2] / "models/stdlib-latent"), "latents": True}
+
 
 def engine(folder, windows, out, variables=None, **options):
     """What an engine with these options, and environment variables, found for a checkpoint and a file of windows."""

@@ -6,12 +6,14 @@ The model is `models/stdlib-llama`. The last line of the output is `ANSWERS` and
 """
 
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 from pathlib import Path
 
 from tests.support.answers import ANSWER, MODEL, PROMPTS, prompts_of
+from tests.vllm.run_engine import ROPE_OF_LATENTS, serve_latents
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
@@ -53,10 +55,27 @@ def make_engine(way, options):
          # vLLM's own number grows with the processes, and then prompts have other chunks
     } | WAYS[way] | options  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        if given.pop("latents", False):
+            serve_latents()
+            given |= ROPE_OF_LATENTS | {"model": save_untied(given["model"], Path(folder, "untied"))}
         if way == "eagle":
-            save_eagle(Path(folder))
-            given["speculative_config"] = given["speculative_config"] | {"model": folder}
+            head = {"model": save_eagle(Path(folder, "eagle"))}
+            given["speculative_config"] = given["speculative_config"] | head
         return LLM(given.pop("model", MODEL), **given)
+
+
+def save_untied(model, folder):
+    """A model whose last matrix has weights of its own: vLLM's DeepSeek V3 does not take the embeddings for it."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    for file in Path(model).iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 def save_eagle(folder):
@@ -65,6 +84,7 @@ def save_eagle(folder):
     import torch
     from safetensors.torch import load_file, save_file
 
+    folder.mkdir()
     config, weights = json.loads(Path(MODEL, "config.json").read_text()), load_file(f"{MODEL}/model.safetensors")
     layer = {
         name.removeprefix("model."): x
@@ -78,6 +98,7 @@ def save_eagle(folder):
     }
     save_file(layer | projection, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return str(folder)
 
 
 def accepted(llm):
@@ -89,18 +110,37 @@ def accepted(llm):
 
 def main(way, options="{}"):
     """Print the answers, the log-probabilities of the likeliest tokens of each step, how many tokens of the prompts
-    came from blocks ("cached"), and how many tokens of drafts were accepted. The option "again" is not vLLM's: the
-    prompts are asked for a second time.
+    came from blocks ("cached"), and how many tokens of drafts were accepted. Options that are not vLLM's:
+
+    "again": the prompts are asked for a second time.
+    "killed": an engine before this one was killed in a step ("killed": how its process ended).
+    "latents": the model caches latents (see `run_engine.serve_latents`).
     """
-    os.environ |= ENVIRONMENT
     options = json.loads(options)
-    again = options.pop("again", False)
+    again, killed = options.pop("again", False), options.pop("killed", False)
+    os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(killed))}
+    ended = kill_in_a_step(make_engine(way, options.copy())) if killed else None
     llm = make_engine(way, options)
-    found = answers_of(llm)
+    found = answers_of(llm) | {"killed": ended}
     if again:
         found["again"] = answers_of(llm)
     found["accepted"] = accepted(llm)
     print("ANSWERS " + json.dumps(found), flush=True)
+
+
+def kill_in_a_step(llm):
+    """Kill the process of an engine that works on the prompts. Returns how the process has ended."""
+    from vllm import SamplingParams
+
+    front = llm.llm_engine
+    for number, ids in enumerate(prompts_of(llm.get_tokenizer())):
+        front.add_request(str(number), {"prompt_token_ids": ids}, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
+    for _ in range(5):
+        front.step()
+    (core,) = multiprocessing.active_children()
+    core.kill()
+    core.join(60)
+    return core.exitcode
 
 
 def ask(llm, tokens=ANSWER, transfers=({},) * PROMPTS):

@@ -1,6 +1,6 @@
 """One engine on a CPU whose pool of blocks is small, in a process of its own.
 
-    python -m tests.vllm.run_small_pool requests|windows|load [ENGINE_OPTIONS_AS_JSON]
+    python -m tests.vllm.run_small_pool requests|churn|windows|load [ENGINE_OPTIONS_AS_JSON]
 
 The last line of the output is `ANSWERS` and a JSON object. "requests": greedy answers of `models/stdlib-llama`, with
 prefix caching:
@@ -10,6 +10,10 @@ prefix caching:
 "split": by length n of a first prompt, a longer prompt that begins with it: in an empty pool, and after the first
     prompt.
 "rounds": one long prompt, every time after other prompts have filled the whole pool.
+
+"churn": greedy answers to requests that come for `STEPS` steps while others run, more than the pool can hold. Their
+prompts share beginnings, all are asked for several times, and some requests are aborted. "alone" are the answers to
+each prompt in an empty pool, "churned" those of the requests that ended, to the prompts "of".
 
 "windows": log-probabilities of the prompts of a file ("prompts", an option that is not vLLM's), one prompt after the
 other: "first"; "again" in the pool that they have left; and "poisoned", in one of NaNs.
@@ -21,6 +25,7 @@ import json
 import os
 import random
 import sys
+from itertools import count
 from pathlib import Path
 
 from tests.support.answers import text_of
@@ -30,6 +35,7 @@ from tests.vllm.run_engine import logprobs_of
 BLOCKS, LONGEST = 20, 1500  # of the pool, one of which is vLLM's own; the most tokens of a request
 PROMPTS, SHARED, ANSWER = 30, 300, 20  # prompts; tokens of their common beginning, and of an answer
 SPLITS = (1, 127, 128, 129)
+STEPS, IN_FLIGHT = 200, 16  # of "churn": steps in which requests come; requests at a time
 ROUNDS, LONG, PRESSURE = (
     3,
     1200,
@@ -49,16 +55,24 @@ def in_an_empty_pool(llm, prompt):
     return generate(llm, [prompt])
 
 
+def preemptions(llm):
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def tail(draw):
+    """A number of tokens after a common beginning, with which an answer needs one block more than its prompt."""
+    return 128 * draw.randint(1, 4) - SHARED % 128 - draw.randint(1, ANSWER - 2)
+
+
 def requests(llm):
     text, draw = text_of(llm.get_tokenizer()), random.Random(0)
-    # Every answer needs one block more than its prompt.
-    lengths = [128 * draw.randint(1, 4) - SHARED % 128 - draw.randint(1, ANSWER - 2) for _ in range(PROMPTS)]
+    lengths = [tail(draw) for _ in range(PROMPTS)]
     prompts = [text[:SHARED] + text[1000 * (i + 1) :][:n] for i, n in enumerate(lengths)]
     alone = [in_an_empty_pool(llm, prompt) for prompt in prompts]
     found = {"alone": {name: [x for one in alone for x in one[name]] for name in ("answers", "logprobs")}}
     assert llm.reset_prefix_cache()
     found["together"] = generate(llm, prompts)
-    found["preemptions"] = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    found["preemptions"] = preemptions(llm)
 
     whole, found["split"] = text[40_000:40_300], {}
     for n in SPLITS:
@@ -71,6 +85,34 @@ def requests(llm):
         generate(llm, [text[next(others) :][: PRESSURE // 2] for _ in range(2)])
         found["rounds"].append(generate(llm, [long]))
     return found
+
+
+def churn(llm):
+    from vllm import SamplingParams
+
+    text, draw, engine = text_of(llm.get_tokenizer()), random.Random(0), llm.llm_engine
+    prompts = [text[1000 * (i % 3) :][:SHARED] + text[20_000 + 700 * i :][: tail(draw)] for i in range(10)]
+    alone = [in_an_empty_pool(llm, prompt) for prompt in prompts]
+    found = {"alone": {name: [x for one in alone for x in one[name]] for name in ("answers", "logprobs")}}
+    assert llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=8)
+    ended, of, running, added = [], [], {}, 0
+    for step in count():
+        while step < STEPS and len(running) < IN_FLIGHT and (not running or draw.random() < 0.5):
+            which, added = draw.randrange(len(prompts)), added + 1
+            engine.add_request(str(added), {"prompt_token_ids": prompts[which]}, params)
+            running[str(added)] = which
+        if not running:
+            break
+        if draw.random() < 0.05:
+            name = draw.choice(sorted(running))
+            engine.abort_request([name])
+            del running[name]
+        for one in engine.step():
+            if one.finished and one.request_id in running:
+                ended.append(one)
+                of.append(running.pop(one.request_id))
+    return found | {"churned": found_of(ended), "of": of, "added": added, "preemptions": preemptions(llm)}
 
 
 def load(llm):
@@ -111,7 +153,7 @@ def main(what, options="{}"):
     )
     prompts = options.pop("prompts", None)
     if what != "windows":
-        found = {"requests": requests, "load": load}[what](make_engine("prefix-caching", options))
+        found = {"requests": requests, "churn": churn, "load": load}[what](make_engine("prefix-caching", options))
     else:
         found = windows(
             make_engine("plain", options | {"skip_tokenizer_init": True}), json.loads(Path(prompts).read_text())

@@ -4,6 +4,7 @@ half a minute.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def test_chunks_speculation_and_two_processes(plain, way):
     check_near_ties(found, plain)
     if way == "draft":  # by the model itself: all are accepted but near-ties
         assert found["accepted"] > 0.7 * PROMPTS * ANSWER
+
+
+def test_an_engine_after_one_that_was_killed(plain):
+    """In a step, by the signal that Linux sends when memory is used up."""
+    found = answers("prefix-caching", killed=True)
+    assert found["killed"] == -signal.SIGKILL
+    check_near_ties(found, plain)
 
 
 @pytest.mark.parametrize("window", ["every layer", "every other layer"])
@@ -106,6 +114,30 @@ def test_offsets_of_biases(tmp_path):
     assert found["again"]["logprobs"] == found["logprobs"]  # after the weights have been reloaded
     own = {name: address for name, address in found["buffers"].items() if name.endswith("fp8attn_k_mean")}
     assert len(own) == 4 and own.items() <= found["again"]["buffers"].items()  # where CUDA graphs read them
+
+
+def test_other_weights(tmp_path):
+    """As in training by reinforcement: weights and biases change a little, means stay, and answers are those of the new
+    weights.
+    """
+    save_qwen2(tmp_path)
+    model, draw = qwen2(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for x in model.parameters():
+            x += 0.03 * x.std() * torch.randn(x.shape, generator=draw)
+    model.bfloat16().save_pretrained(tmp_path / "new")
+    options = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
+    files = tmp_path / "windows.json", tmp_path / "found.json"
+    exact = engine(tmp_path / "new", *files, {ON_CPU: "0"}, **options)["logprobs"]
+    found = engine(
+        tmp_path / "model", *files, {ON_CPU: "1"}, kv_cache_dtype="fp8", reload=str(tmp_path / "new"), **options
+    )
+    old, new = (
+        (torch.tensor(list(chain(*exact))) - torch.tensor(list(chain(*of)))).abs().mean()
+        for of in (found["logprobs"], found["again"]["logprobs"])
+    )
+    print(f"{old:.3f} nats before, {new:.3f} after")
+    assert 0 < new < 0.2 < old
 
 
 def test_sleep(tmp_path):

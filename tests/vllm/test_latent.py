@@ -214,7 +214,10 @@ def chosen(name, **changes):
         ({"use_sparse": True}, r"sparse \(DeepSeek V3.2, GLM 5\)"),
         ({"use_dcp": True}, "--decode-context-parallel-size"),
         ({"use_pcp": True}, "--prefill-context-parallel-size"),
-        ({"use_mla": False}, "caches keys and values, .* --attention-backend FP8ATTN, with a draft model that caches"),
+        (
+            {"use_mla": False},
+            r"caches keys and values, .* --attention-backend FP8ATTN, .* \{\"full_attention\": \"FP8ATTN\"\}",
+        ),
         ({"kv_cache_dtype": "auto"}, "pass --kv-cache-dtype fp8"),
         ({"use_batch_invariant": True}, "VLLM_BATCH_INVARIANT=1 .* leave it out"),
         ({"head_size": 160}, r"must have 512 \+ 64, 256 \+ 64, 512 \+ 0 channels"),
@@ -268,6 +271,7 @@ def test_configurations_that_are_refused(changes, options, reason):
     assert unsupported_config(config(kv_transfer_config=connected("OffloadingConnector")), Options(), True) is None
     assert re.search(reason, unsupported_config(config(**changes), Options(**options), latents=True))
     assert LATENT_NAME in unsupported_config(config(), Options())
+    assert unsupported_config(config(speculative_config=SimpleNamespace()), Options()) is None  # keys of a draft model
 
 
 def test_batch_invariance_is_refused(monkeypatch):

@@ -1,5 +1,5 @@
 """vLLM engines with latent attention (MLA) on a CPU, whose platform is told to serve latents in 8 bits
-(`run_engine.serve_latents`). Each engine takes 15 to 30 seconds.
+(`run_engine.serve_latents`): a random model, and a trained one. Each engine takes 15 to 30 seconds.
 """
 
 import json
@@ -14,14 +14,12 @@ pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla", reason="this vLLM 
 
 from fp8attn.integrations.vllm import ON_CPU
 from tests.integrations.engine.models import deepseek_v3
-from tests.vllm.engines import engine
+from tests.support.near_ties import check_near_ties
+from tests.vllm.engines import LATENTS, answers, engine
+from tests.vllm.run_engine import ROPE_OF_LATENTS
 
 LENGTHS, ANSWER = (700, 30, 400), 24  # tokens of the prompts, and of their answers
-# vLLM's kernel of RoPE for CPUs takes the heads of queries for neighbors, and in latent attention they are not: without
-# fp8attn, too, log-probabilities are 1.3 nats from those of transformers. With PyTorch's operations they are 0.02.
-OPTIONS = {
-    "skip_tokenizer_init": True, "dtype": "bfloat16", "compilation_config": {"custom_ops": ["-rotary_embedding"]}
-}  # fmt: skip
+OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16"} | ROPE_OF_LATENTS
 
 
 @pytest.fixture(scope="module")
@@ -120,5 +118,24 @@ def test_drafts(folder, exact, method):
         save_draft_layer(folder / "model")
     else:
         speculation["prompt_lookup_max"] = 3
-    prompts, answers = nats(run(folder, speculative_config=speculation, max_num_batched_tokens=512), exact)
-    assert prompts < 0.05 and 0.0 < answers < 0.05
+    options = {"max_num_batched_tokens": 512, "enable_prefix_caching": True}
+    found = run(folder, speculative_config=speculation, **options)
+    prompts, own = nats(found, exact)
+    assert prompts < 0.05 and 0.0 < own < 0.05
+    cached = [one["cached"] for one in found["answers"][1]]
+    # vLLM computes the last block of a hit again for a draft layer, which needs the hidden states of its tokens.
+    assert cached == ([640, 0, 384] if method == "ngram" else [512, 0, 256])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Answers of a trained model to 20 whole prompts."""
+    return answers("plain", **LATENTS)
+
+
+@pytest.mark.parametrize(("way", "chunk"), [("ngram", 4096), ("eagle", 256)])
+def test_a_trained_model(trained, way, chunk):
+    """Drafts by n-grams, and chunks with drafts by an EAGLE head that caches keys and values."""
+    found = answers(way, **LATENTS, max_num_batched_tokens=chunk, disable_log_stats=False)
+    check_near_ties(found, trained)
+    assert way == "eagle" or found["accepted"] > 200

@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 from fp8attn import KVScales, LayerScales
 from tests.support.answers import answers_of
 from tests.support.near_ties import check_near_ties
+from tests.vllm.engines import LATENTS
 from tests.vllm.run_small_pool import BLOCKS, LONG, PROMPTS, ROUNDS, SHARED, SPLITS
 from tests.vllm.test_blocks import GEMMA3, save
 
@@ -37,6 +38,21 @@ def test_answers_in_a_full_pool_are_those_of_each_request_alone(found):
     equal = sum(map(list.__eq__, found["together"]["answers"], found["alone"]["answers"]))
     print(f"{found['preemptions']:.0f} preemptions; {equal} of {PROMPTS} answers are equal")
     assert equal >= PROMPTS - 3  # measured: 29; the others are near-ties
+
+
+@pytest.mark.parametrize("model", ["keys and values", "latents"])
+def test_answers_while_requests_come_and_go(model):
+    """The pool is full for hundreds of steps: hits of the prefix cache, preemptions and aborted requests beside each
+    other."""
+    options = {} if model == "keys and values" else LATENTS
+    found = answers_of("tests.vllm.run_small_pool", "churn", options)
+    churned, of = found["churned"], found["of"]
+    expected = {name: [found["alone"][name][i] for i in of] for name in ("answers", "logprobs")}
+    equal = sum(map(list.__eq__, churned["answers"], expected["answers"]))
+    print(f"{found['added']} requests, {found['preemptions']:.0f} preemptions, {churned['cached']} cached tokens")
+    print(f"{equal} of {len(of)} answers are equal")
+    assert found["preemptions"] > 10 and churned["cached"] > 5000
+    check_near_ties(churned, expected)
 
 
 # sglang#24198, sglang#19603

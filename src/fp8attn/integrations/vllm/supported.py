@@ -41,7 +41,8 @@ WHAT_TO_DO = {  # instead of vLLM's own words
     "dtype not supported": _DTYPE,
     "MLA not supported": _CACHES_LATENTS,
     "non-MLA not supported": f"a layer caches keys and values, and {LATENT_NAME} is for latents: pass "
-    f"--attention-backend {NAME}, with a draft model that caches what the model caches",
+    f"--attention-backend {NAME}, or for a draft model beside latents --attention-config "
+    f"""'{{"backend_per_kind": {{"full_attention": "{NAME}"}}}}'""",
     "sparse not supported": _SPARSE,
     "DCP not supported": _DCP,
     "PCP not supported": _PCP,
@@ -108,7 +109,7 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if latents and (reason := _unsupported_beside_latents(config, options)) is not None:
         return reason
-    if model.use_mla and not latents:
+    if model.use_mla and not latents and config.speculative_config is None:  # a draft model may have keys and values
         return _CACHES_LATENTS
     if model.dtype not in DTYPES:
         return _DTYPE
