@@ -78,7 +78,6 @@ def read_tensors(path: str | Path, write: str, again: str) -> tuple[dict[str, to
     """The tensors and the metadata of a safetensors file. Nothing in it is executed.
 
     Args:
-        path: the file.
         write, again: what writes such a file, and what to do if it is damaged, for errors.
     Raises:
         UsageError: the file does not exist, or is damaged.

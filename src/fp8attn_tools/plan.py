@@ -110,7 +110,6 @@ class Fit:
     """How much fits with one type of cache.
 
     Attributes:
-        cache: `"bf16"` or `"fp8"`.
         bytes_per_token: of one sequence.
         cache_bytes: bytes of a cache of the given context and batch.
         longest_context: tokens that fit at the given batch.
@@ -132,7 +131,6 @@ def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 327
     Args:
         shape: the model's cache (`fp8attn_tools.shape.shape_of(config)`).
         memory: bytes of the device that the model may use.
-        weights: bytes of the parameters.
         context: tokens of a sequence, for `largest_batch`.
         batch: sequences, for `longest_context`.
     Raises:

@@ -23,7 +23,6 @@ class Attention(NamedTuple):
     """What determines the kernels of a layer's attention, besides its pages.
 
     Attributes:
-        num_q_heads: heads of the queries.
         options: what it has (`params.options_of`).
         causal, leftpad: whether it has them (`AttentionParams`).
     """
@@ -37,8 +36,6 @@ class Attention(NamedTuple):
 class Ahead:
     """What one cache has prepared.
 
-    Args:
-        table: the pages of its sequences.
     Attributes:
         attention: how layers attend. A cache whose caller knows it from the start prepares appends and attention
             together. Others learn it from the first attention of each layer.

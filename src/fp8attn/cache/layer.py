@@ -29,14 +29,10 @@ class LayerPages:
     """One layer's pool of pages, and the format of its K and V.
 
     Args:
-        num_kv_heads: heads of K and V.
-        spec: what its pages hold.
-        rotate_keys: whether keys are rotated before quantization.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted before quantization. K's mean is not rotated.
             None: zero.
         factor: `[num_kv_heads, rank / 128]` float32, of latents (`KVFormat.factor`). None: one.
         scales: calibrated scales and means. They replace the pages' own scales, `k_mean` and `v_mean`.
-        device: the device of the pool.
     Attributes:
         pool: `[num_pages, num_kv_heads, page_bytes]` uint8. None before the first pages.
         format: what the bytes of its pages mean.

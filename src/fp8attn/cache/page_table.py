@@ -61,9 +61,7 @@ class PageTable:
 
     Args:
         layers: the layers that share the table. Their pools grow with it.
-        num_seqs: sequences.
         num_pages: pages of each layer's pool, which never grows. None: it grows.
-        device: the device of the tensors.
         window: tokens that a query sees, its own included; None: all.
         max_seqlen: tokens that each sequence of the static form has pages for. None: not static.
     Attributes:
@@ -72,7 +70,6 @@ class PageTable:
         references: the number of sequences that have each page.
         tails: sequences whose last page may have tokens past their length, of a draft or of the sequence that they are
             a copy of. `reserve` drops these: a NaN in V would reach the sequence, because 0 * NaN is NaN.
-        grows: whether the pools grow.
         recording: whether `truncate` gives back pages left of the window, and `reserve` does not, so that any token
             since the last `truncate` can be dropped.
         counted: whether `lengths` are right.

@@ -24,7 +24,6 @@ class Step:
         lengths: number of new tokens of each sequence.
         cu_seqlens: `[num_seqs + 1]` int32 on the device, cumulative `lengths` from 0. None: every sequence has
             `longest` tokens.
-        num_layers: layers of the cache.
         before: number of tokens of each sequence before the step. None: the host does not know it.
         columns: number of columns of the page table that have tokens after the step. None: the host does not know it;
             use all columns.

@@ -183,7 +183,6 @@ def write(
     """Write a file as a whole, and make the folders above it.
 
     Args:
-        path: the file.
         tensors, layers: what `pack` returned, of one cache or of several.
         metadata: more of it.
     """

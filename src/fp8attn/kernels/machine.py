@@ -13,7 +13,6 @@ class Machine(NamedTuple):
     """The properties of one GPU.
 
     Attributes:
-        num_sms: number of multiprocessors.
         shared_memory: bytes of shared memory that one program may have.
         native_e4m3: whether kernels may use Triton's own E4M3 conversions.
         name: the GPU's name, with which `devices` finds its measured numbers.

@@ -26,7 +26,6 @@ class AttentionCall:
         layer: the index of its layer; None outside all layers.
         query_shape: `[..., Hq, L, E]`.
         key_shape: `[..., H, S, E]`.
-        is_causal: the call's argument.
     """
 
     name: str | None

@@ -54,7 +54,6 @@ class AttentionReport:
     counted only when they are compiled, and not in a graph that was compiled before the context.
 
     Attributes:
-        policy: the context's policy.
         current_step: the index of the current diffusion step.
         step_runs: whether the current diffusion step runs in FP8.
     """

@@ -32,7 +32,6 @@ class Kernel(NamedTuple):
     """A kernel that `warmup` compiled, or found in Triton's cache.
 
     Attributes:
-        name: the name of its function.
         seconds: wall time of its thread in seconds. Threads wait for each other's Python code.
     """
 

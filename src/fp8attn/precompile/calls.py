@@ -36,12 +36,9 @@ class Layer:
     """The properties of an attention layer and its cache that determine the kernels.
 
     Attributes:
-        num_q_heads, num_kv_heads, head_dim: the layer's shape.
         dtype: the dtype of queries, keys and values: bfloat16 or float16.
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
-        k_mean, v_mean: whether there are static means.
-        static_scales: whether scales are calibrated.
         advance: whether appends advance the lengths, as `fp8attn.append` takes it.
         attention: what its attention has (`params.options_of`).
     """

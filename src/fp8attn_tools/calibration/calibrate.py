@@ -159,7 +159,6 @@ def check_scales(
 
     Args:
         model, batches, chunk, progress: as `calibrate` takes them. The text should not be the one of the scales.
-        scales: of this model.
     Returns:
         The `ScalesReport`.
     Raises:

@@ -38,12 +38,10 @@ class Observer:
     """The largest magnitude of each head, of one tensor as it is stored: without `mean`, rotated.
 
     Args:
-        codec: how it is stored.
         rotated: whether it is rotated before it is stored (`rotation.rotate`).
         sampled: keep a sample of the tokens, which `noise` needs.
     Attributes:
         mean: `[num_heads, head_dim]`, subtracted before the rotation; None: zero. Set it before the first `add`.
-        tokens: number of tokens seen.
     """
 
     def __init__(self, codec: Codec, rotated: bool = False, *, sampled: bool = False) -> None:

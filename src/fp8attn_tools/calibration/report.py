@@ -53,7 +53,6 @@ class ScalesReport:
     Attributes:
         layers: by layer index and tensor (`"q"`, `"k"`, `"v"`), the `Coverage`. Q is absent if the scales have none, or
             the model's attention cannot be observed.
-        tokens: number of tokens that were counted.
     """
 
     layers: Mapping[int, Mapping[str, Coverage]]
@@ -72,12 +71,7 @@ class ScalesReport:
         return tuple(which for which in "kvq" if any(which in found for found in self.layers.values()))
 
     def map(self, tensor: str, what: str) -> torch.Tensor:
-        """The shares of all layers and heads, `[layers, num_heads]` float64, in the order of `layers`.
-
-        Args:
-            tensor: `"q"`, `"k"` or `"v"`.
-            what: `"saturated"` or `"underflow"`.
-        """
+        """The shares of all layers and heads, `[layers, num_heads]` float64, in the order of `layers`."""
         return torch.stack([getattr(found[tensor], what) for found in self.layers.values()])
 
     def rows(self) -> list[dict[str, Any]]:

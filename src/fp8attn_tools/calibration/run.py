@@ -42,9 +42,7 @@ class _Watch:
     """Where Q, K and V of a forward go.
 
     Attributes:
-        layers: indices of the layers that are observed.
         own: the model's own attention implementation.
-        see: what is called.
         real: indices of the tokens in the flat batch that are not padding; None: all.
     """
 
@@ -107,7 +105,6 @@ def observing(model: Any, *, chunk: int) -> Iterator[Callable[[Batch, See], None
     """Prepare a model for observation, and restore it afterwards.
 
     Args:
-        model: a transformers causal language model.
         chunk: tokens of a forward. A longer batch runs in several, through a cache that keeps its K and V.
     Returns:
         A function `run(batch, see)`: it runs a batch, and calls `see` with the Q, K and V of every full-attention
@@ -206,8 +203,6 @@ class _ObservedLayer(DynamicLayer):
     """A layer of transformers' cache that passes new K and V on.
 
     Args:
-        index: the layer's number in the model.
-        watch: where they go.
         keep: hold K and V for the next chunk. Without it nothing is held.
     """
 

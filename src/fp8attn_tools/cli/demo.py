@@ -97,7 +97,6 @@ def gain(name: str, rows: list[Perplexity]) -> str:
     """What fp8attn's cache gains over a plain cast, in one sentence; then why this is not seen in the perplexity.
 
     Args:
-        name: the model's.
         rows: of `CACHES`.
     """
     bf16, fp8, cast = rows

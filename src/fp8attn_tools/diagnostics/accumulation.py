@@ -122,7 +122,6 @@ def measure(
         attend: takes `q [B, heads, queries, K's channels]`, `k [1, 1, S, K's channels]` and `v [1, 1, S, channels]` in
             float8_e4m3fn with scales of one; the K and V of all sequences. It returns attention without a mask,
             `[B, heads, queries, channels]`. Of latents, `v` is the first channels of `k`.
-        inputs: the shapes.
         cases: the values of B and S. None: those of `inputs`.
     """
     cases = tuple(inputs.cases if cases is None else cases)

@@ -37,7 +37,6 @@ class Check:
     """One line of the diagnosis.
 
     Attributes:
-        name: what was checked.
         status: `"ok"`, `"warn"` (it works, with a limit that the detail explains), `"no"` (it cannot be used here) or
             `"info"`.
         detail: a version, or a reason and what to do about it.

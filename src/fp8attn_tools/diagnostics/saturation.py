@@ -17,8 +17,6 @@ class LayerSaturation:
     """How many codes of K or of V of a layer are the largest code.
 
     Attributes:
-        layer: the layer's number.
-        kind: `"k"` or `"v"`.
         values: number of stored values: tokens, times KV heads, times channels.
         largest: number of those whose code is the largest of the format, or its negative.
     """

@@ -142,7 +142,6 @@ class E4M3Cache(DynamicCache):
     """A cache whose layers store E4M3.
 
     Args:
-        skip_layers: numbers of layers that stay in 16 bits.
         windows: layers with a sliding window store E4M3, too; else they stay in 16 bits.
         options: `scale` and `first_exact`, of `_StoresE4M3`.
     """
@@ -183,11 +182,9 @@ def cache_factory(
             E4M3. `transformers-fp8`: transformers' own FP8 cache (its first prefill attends in 16 bits, and it has one
             scale per tensor, from the first tokens).
         model: a transformers model. The weights give fp8attn's caches static means (`FP8Cache`).
-        scales: for `fp8-static`.
         max_cache_len: tokens that fp8attn's caches allocate from the start. None: they grow.
         skip_layers: numbers of the layers to keep in 16 bits, for fp8attn's caches and `scale-1`. None: those that
             `FP8Cache` chooses, and for `scale-1` none.
-        backend: of fp8attn's caches.
     Raises:
         UsageError: no cache has this name; `scales` are missing, or passed to a cache that does not use them; a cache
             that takes no `skip_layers` gets some; the cache has a format of keys, and the model caches latents.

@@ -32,7 +32,6 @@ class Segment:
 
     Attributes:
         start, stop: its tokens, counted from the first of the prompt.
-        operation: one of `OPERATIONS`.
         nll: mean negative log-likelihood with the cache, in nats; `baseline_nll`: with the baseline.
         kl: mean KL divergence of the baseline's predictions from the cache's, in nats.
         top1_agreement: the share of positions where both predict the same token as the likeliest.

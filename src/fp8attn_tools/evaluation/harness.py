@@ -22,10 +22,8 @@ class CachedLM(HFLM):
 
     Args:
         model: a transformers causal language model, such as `models.load` gives.
-        tokenizer: its tokenizer.
         make_cache: makes an empty cache (`caches.cache_factory`).
         chunk: tokens of a prefill's forward.
-        batch_size: requests in one batch.
     """
 
     def __init__(

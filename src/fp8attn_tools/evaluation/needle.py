@@ -45,14 +45,12 @@ def ask(
 
     Args:
         model: a transformers causal language model, trained on at least these lengths.
-        tokenizer: its tokenizer.
         samples: of any tasks; an iterator is read one batch at a time.
         caches: by name, a function that makes an empty cache.
         chunk: tokens of a prefill's forward.
         batch_tokens: consecutive samples of one task and length run in one batch, of at most this many tokens of
             prompts.
         stop: ends an answer that is not empty. With a line end, a model that continues with another question ends here.
-        progress: called with each outcome.
     """
     outcomes = []
     readers = {name: _Reader(model, make, chunk, stop) for name, make in caches.items()}

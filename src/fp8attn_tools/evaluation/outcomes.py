@@ -16,13 +16,10 @@ class Sample:
     """One question.
 
     Attributes:
-        task: the task's name.
         length: tokens of context; the prompt and its answer are at most this long.
         index: the sample's number among those of this task and length.
-        tokens: the prompt.
         answers: the strings that the continuation must contain.
         depth: the position of the first answer in the prompt: 0 is the start, 1 the end.
-        max_new_tokens: the most tokens of an answer.
     """
 
     task: str
@@ -39,8 +36,6 @@ class Outcome:
     """The answer to one sample through one cache.
 
     Attributes:
-        cache: the cache's name.
-        task, length, index, depth, answers: the sample's.
         text: the continuation.
         score: the share of the answers that it contains, ignoring case (RULER's score).
     """

@@ -20,7 +20,6 @@ class Paired:
     """Two caches compared on the samples that both answered.
 
     Attributes:
-        first, second: the caches' names.
         both, only_first, only_second, neither: the number of samples that these had right (every answer found).
         difference: the second's share of right samples minus the first's; `interval`: its 95% interval (Newcombe 1998,
             method 10).

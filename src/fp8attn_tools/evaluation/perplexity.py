@@ -21,7 +21,6 @@ class Positions:
     windows.
 
     Attributes:
-        tokens: the number of predicted tokens.
         nll, standard_error, kl, top1_agreement: as in `Perplexity`.
     """
 
@@ -39,10 +38,7 @@ class Perplexity:
     """How well a model predicts a text through one cache.
 
     Attributes:
-        cache: the cache's name.
-        mode: `"chunks"` or `"decode"`.
         context: tokens of a window; at its end the cache has all of them.
-        tokens: the number of predicted tokens.
         nll: mean negative log-likelihood, in nats per token.
         bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not
             known.
@@ -89,7 +85,6 @@ def perplexity(
     caches' logits of one chunk are in memory.
 
     Args:
-        model: a transformers causal language model.
         windows: `[N, S + 1]` token ids. Each window starts with an empty cache; S tokens are input, and S are
             predicted.
         caches: by name, a function that makes an empty cache; the first is the baseline of `kl` and `top1_agreement`.

@@ -22,7 +22,6 @@ class PublicModel:
     """A model in a wheel.
 
     Attributes:
-        title: the model's full name.
         wheel, package: the distribution, and the package that it installs.
         file: the GGUF file in that package.
     """

@@ -37,7 +37,6 @@ class Haystack:
     length.
 
     Args:
-        tokenizer: the model's.
         text: the hay, at least as long as the longest prompt.
         seed: of keys, values, texts and positions. Keys are pairs of the tokenizer's words, or of six random letters if
             it has few words.
@@ -122,9 +121,6 @@ def recall_samples(
     """`samples` questions at every length and depth, in that order.
 
     Args:
-        tokenizer: the model's.
-        text: the hay.
-        lengths: tokens of a prompt.
         depths: of the needle, in [0, 1].
         distractors: other pairs in each prompt.
         seed: as `Haystack` takes it.

@@ -55,7 +55,6 @@ class LayerSensitivity:
     """What 8 bits cost in one layer.
 
     Attributes:
-        layer: its number in the model.
         kl: mean KL divergence of the 16-bit model's predictions from those with only this layer in 8 bits, in nats per
             token.
         standard_error: of `kl`, from its scatter over the tokens; NaN for one token.
@@ -173,7 +172,6 @@ def choose(
     """The layers to leave in 16 bits under a budget.
 
     Args:
-        report: of `sensitivity`.
         max_kl: a KL divergence in nats per token. As few layers as possible are left in 16 bits.
         max_bytes_per_token: bytes of one more token in all layers that grow (`Sensitivity.bytes_per_token`;
             `fp8attn plan` shows what they are with all layers in 8 and in 16 bits). The divergence is the smallest that

@@ -52,7 +52,6 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
 
     Args:
         model: a folder, or the id of a model in the cache of the Hugging Face Hub.
-        revision: of the id.
         context: positions over which K's bias is averaged.
     """
     try:
@@ -86,9 +85,6 @@ def means_of(model: str, revision: str | None, context: int) -> dict[int, LayerB
 def means_digest(model: str, revision: str | None, context: int) -> bytes:
     """Equal for engines whose means are equal. It is made from biases, because sums in another order give means with
     another last bit.
-
-    Args:
-        model, revision, context: as of `means_of`.
     """
     means = [(index, kind, mean) for index, layer in sorted(means_of(model, revision, context).items())
              for kind, mean in (("k", layer.k_mean), ("v", layer.v_mean)) if mean is not None]  # fmt: skip

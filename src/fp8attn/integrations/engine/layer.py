@@ -30,9 +30,7 @@ class EngineLayer:
     Args:
         num_q_heads, num_kv_heads, head_dim: the layer's shape in this process. A layer of latents has one KV head and
             `PageSpec.latent`, and needs `softmax_scale`.
-        options: of the engine.
         static: what is static in its pages.
-        device: of the tensors.
         softmax_scale: None: 1 / sqrt(head_dim).
         window, softcap, sinks: as `fp8attn.attention` takes them.
         writes: whether the layer writes its pages. Otherwise another layer does, with the same static state.
@@ -134,7 +132,6 @@ class EngineLayer:
         Args:
             q, out: `[T, num_q_heads, head_dim]`.
             k, v: `[T, num_kv_heads, head_dim]`, after RoPE. Not read if the layer does not write.
-            step: the sequences.
         """
         pool = self.pool
         assert pool is not None, "call bind first"

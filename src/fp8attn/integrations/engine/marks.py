@@ -25,7 +25,6 @@ def mark_of(options: Options, model: ServedModel) -> int:
     """The mark of an engine's pages: 63 bits, not zero.
 
     Args:
-        options: of the engine.
         model: which determines the means if there is no file of scales.
     """
     if options.scales is None:

@@ -32,7 +32,6 @@ class Options:
         """The options in a JSON object.
 
         Args:
-            values: the object.
             place: where the engine has it from, for errors.
         Raises:
             UsageError: an option is unknown, has a value of another type, no such value, or needs another one.

@@ -19,7 +19,6 @@ class ServedModel:
 
     Attributes:
         name: its folder, or its id in the cache of the Hugging Face Hub.
-        revision: of the id.
         context: positions that a sequence may have, over which means of biases are averaged.
         num_layers, num_kv_heads: of all processes.
     """
@@ -49,10 +48,8 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
     """What is static in a layer: from the file of the option `scales`, or without one the means of the model's biases.
 
     Args:
-        options, model: of the engine.
         number: the layer's index in the model; None: it has none, and nothing is static.
         heads: the KV heads of this process, if tensor parallelism divides them.
-        head_dim: of the layer.
     Raises:
         UsageError: the file is missing or damaged, or of another model, key_dtype or rotation.
     """

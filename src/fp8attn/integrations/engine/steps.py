@@ -38,7 +38,6 @@ class Step:
     """A step, which all layers with the same blocks share.
 
     Attributes:
-        parts: of the step.
         checked: whether a layer has checked the marks of the pages (`marks.check_marks`).
     """
 

@@ -24,13 +24,7 @@ _warm: set[str] = set()  # the calls of `warmup` that this process has made
 
 
 def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the kernels of these layers, for all that they have in common.
-
-    Args:
-        layers: of an engine.
-        dtype: of queries, keys and values.
-        device: the GPU.
-    """
+    """Compile and load the kernels of these layers, for all that they have in common."""
     import triton  # an engine for CPUs may lack it
 
     layers = list(layers)

@@ -90,7 +90,6 @@ def layer_biases(
     reading takes milliseconds a layer.
 
     Args:
-        model: a transformers model.
         context: positions, from 0, over which K's bias is averaged. None: the config's max_position_embeddings.
         k_means: by layer index, `[num_kv_heads, head_dim]` float32, calibrated means of K, which are subtracted in the
             place of those here.
@@ -193,7 +192,6 @@ class Attention:
     """An attention module, whose projections of Q, K and V (`which`: `"q"`, `"k"`, `"v"`) are separate or fused.
 
     Attributes:
-        index: of its layer.
         module: transformers has a class for each model, and none for all.
         norm: the norm before it; None: not known.
     """

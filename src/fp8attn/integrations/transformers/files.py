@@ -27,7 +27,6 @@ class CacheFile(NamedTuple):
     """A file of `save`.
 
     Attributes:
-        path: its path.
         tensors, layers: as `storage.read` returns them.
         identity: of the model that it is for (`identity_of`).
         key_dtype: the format of the keys of all FP8 layers.
@@ -117,9 +116,6 @@ def restore(
     """Give the layers of a new cache what is in a file (`FP8Cache.load`).
 
     Args:
-        file: the file.
-        layers, identity: of the cache, and of the model that it is for.
-        devices: of each layer.
         tokens: `[B, S]` ids of the prompt, which must begin with those of the file. None: they are not compared.
     """
     path, tensors, groups = file.path, file.tensors, groups_of(layers)

@@ -62,7 +62,6 @@ class FP8Layers:
 
     Args:
         config: the decoder's config. Its attention implementation decides what `update` returns.
-        options: of the cache.
         device: the device that the model's layers are on; "meta" if it is not known.
     Attributes:
         window: the sliding window of the layers; None: they see all tokens.
@@ -200,7 +199,6 @@ class FP8Layer(CacheLayerMixin):
 
     Args:
         index: the layer's number in the model, for errors.
-        spec: what the config says of it.
         shared: the layers of this shape. The new layer gets the next number in it.
         scales, rotate_keys: as `PagedKVCache` takes them.
         biases: of the layer, whose means are subtracted.

@@ -42,9 +42,6 @@ def dequantize(
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
-        pages: the cache.
-        which: `"k"` or `"v"`.
-        length: number of tokens to return.
         dtype: the dtype of the result. The arithmetic is FP32.
         last: return the last tokens, of layers with a window, whose first pages were given back. False: the first ones.
         weight: by which K follows from V (`k_eq_v`), if the pages hold V as latents.

@@ -150,7 +150,6 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         Args:
             query, output: `[T, num_heads, head_size]`.
             key, value: `[T, num_kv_heads, head_size]`, after RoPE.
-            kv_cache: the layer's blocks.
             attn_metadata: None while vLLM measures memory.
         """
         if attn_metadata is None:
