@@ -26,7 +26,7 @@ def model(request):
 
 def in_a_file(cache, model, path, ids, static):
     cache.save(path, tokens=ids)
-    return FP8Cache.load(path, model, tokens=ids, max_cache_len=static, device="cpu")
+    return FP8Cache.load(path, model, tokens=ids, max_cache_len=static)
 
 
 MOVES = {

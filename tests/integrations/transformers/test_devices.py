@@ -115,6 +115,20 @@ def test_devices_of_layers(tmp_path):
     assert layer_devices(model, count) == [CPU, OTHER, *[CPU] * (count - 2)]
 
 
+def test_a_model_that_is_offloaded_whole_reads_its_file(tmp_path):
+    model, ids = make("llama"), prompt(length=140)
+    cache = FP8Cache(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    wanted = generated(model, cache, torch.cat([ids, prompt(length=5)], 1))
+    model = pytest.importorskip("accelerate").cpu_offload(model, execution_device=CPU)
+    assert model.device.type == "meta"
+    cache = FP8Cache.load(tmp_path / "cache", model)
+    found = generated(model, cache, torch.cat([ids, prompt(length=5)], 1))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
 def test_pages_have_the_heads_that_a_process_has():
     """Tensor parallelism leaves each process a share of the heads: of biases, whose means are subtracted, and of K."""
     model = make("qwen2")

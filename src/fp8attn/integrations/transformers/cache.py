@@ -21,7 +21,6 @@ from transformers.cache_utils import (
 from ...cache import PagedKVCache
 from ...cache.page_table import MOST_SEQUENCES
 from ...checks import check_size, is_whole
-from ...errors import UsageError
 from ...formats.codec import DEFAULT_KEY_DTYPE, KeyDtype
 from ...formats.spec import spec_of
 from ...pages import KVPages
@@ -175,7 +174,6 @@ class FP8Cache(Cache):
         *,
         tokens: torch.Tensor | None = None,
         max_cache_len: int | None = None,
-        device: torch.device | str | None = None,
         exact: bool = False,
         batch_invariant: bool = False,
         backend: BackendName = "auto",
@@ -188,8 +186,6 @@ class FP8Cache(Cache):
             tokens: `[B, S]` ids of the prompt. They must begin with the tokens that the file was saved with. None: they
                 are not compared.
             max_cache_len, exact, batch_invariant, backend: as `FP8Cache` takes them.
-            device: the device of the pages. None: those of the model's layers; of a model that is offloaded whole they
-                are not known.
         Raises:
             UsageError: the file does not exist, is damaged, or is from another model or prompt; the message says what
                 differs.
@@ -198,12 +194,7 @@ class FP8Cache(Cache):
         file = files.read(path, max_cache_len)
         options = CacheOptions(max_cache_len, file.key_dtype, True, exact, batch_invariant, backend)
         specs = served_layers(model, options, None)
-        devices = layer_devices(model, len(specs)) if device is None else [torch.device(device)] * len(specs)
-        if any(each.type == "meta" for each in devices):
-            raise UsageError(
-                "the model's weights are offloaded, so the device that it runs on is not known; give it: load(..., "
-                "device='cuda')"
-            )
+        devices = layer_devices(model, len(specs))
         cache = cls.__new__(cls)
         # Means and the choice of layers are in the file, so the model's weights are not read.
         skipped = [index for index in range(len(specs)) if index not in file.layers]

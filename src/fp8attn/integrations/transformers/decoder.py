@@ -59,7 +59,8 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
     offloaded ones. A device map (`from_pretrained(..., device_map="auto")`) divides layers among several.
     """
     devices = [model.device] * num_layers
-    if len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) < 2:
+    divided = len({str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}) > 1
+    if not divided and model.device.type != "meta":
         return devices
     for _, module in decoder_modules(model):
         index = vars(module).get("layer_idx")
