@@ -57,13 +57,13 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     if factor_ptr is not None:
         size *= gl.load(factor_ptr + block)
     bits = gl.zeros([WARPS, N, 16], gl.int32, MMA)
-    rotated, bits = _rotate(q, plus, size, bits)
+    rotated, bits = _rotate(q, plus, size, bits, MMA)
     if ROPE_IN_CODES:  # one block, which every warp computes
         gl.static_assert(OPTIONS.rope == BLOCK)
         rope_channel = _channels(LOAD, 0)
         to_load = inside[None, :, None] & (rope_channel >= 0)
         rope = gl.load(q_ptr + at[None, :, None] + OPTIONS.rank + rope_channel, mask=to_load, other=0.0)
-        rotated_rope, bits = _rotate(rope, plus, gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA), bits)
+        rotated_rope, bits = _rotate(rope, plus, gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA), bits, MMA)
     bits = gl.max(gl.max(bits, 2), 0)
     if OPTIONS.rope_in_16_bits:
         FLAT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
@@ -110,11 +110,11 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
 
 
 @gluon.jit
-def _rotate(q, plus, size, bits):
+def _rotate(q, plus, size, bits, MMA: gl.constexpr):
     """Rows `q [warps, N, 128]` rotated, times `size`: eight times 16 channels. `bits`: of the largest magnitudes."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, size.type.layout, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     left = gl.convert_layout(q, LEFT)
-    none = gl.zeros([gl.num_warps(), N, 16], gl.float32, size.type.layout)
+    none = gl.zeros([gl.num_warps(), N, 16], gl.float32, MMA)
     blocks = ()
     for j in gl.static_range(BLOCK // 16):
         x = mma_v2(_sixteen(left, j, LEFT), plus, none)
