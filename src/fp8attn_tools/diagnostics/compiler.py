@@ -11,9 +11,6 @@ MEASURED: dict[tuple[int, ...], tuple[int, ...]] = {
     (3, 9): (13, 4),
 }  # by Triton, the ptxas with which it was measured
 COPIES = (3, 9)  # the first Triton whose copies of wgmma's operands cost time
-SLOWER = {
-    (3, 8): "attention of prompts took 5 to 10% longer with it than with Triton 3.6 (head_dim 128)",
-}
 
 
 def compiler() -> tuple[str, str]:
@@ -53,8 +50,6 @@ def judge(release: tuple[int, ...], ptxas: tuple[int, ...], kept: dict[str, int]
             said[-1] += "; fp8attn's kernels were searched for this, and have none"
     if release >= COPIES and ptxas < SAFE_PTXAS:
         said.append("prefill is slower with it: use the ptxas of Triton (unset TRITON_PTXAS_BLACKWELL_PATH)")
-    if release in SLOWER:
-        said.append(SLOWER[release])
     for reason, count in kept.items():
         cost = ", and are slower, up to 45%" if release >= COPIES else ""
         said.append(f"{count} compiled prefill kernels have copies of their operands{cost}: {reason}")
