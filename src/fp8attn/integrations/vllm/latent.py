@@ -49,7 +49,7 @@ _SHAPE = (  # arguments of an impl that `MLACommonImpl` takes, too
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
 )  # fmt: skip
 CONTEXT_BLOCK = 16384  # tokens of a prompt's context that are dequantized at a time
-# Decodes of a step. With more sequences than 32, Hopper's kernel searches in larger blocks; 33 may have parts as 32 has.
+# Decodes of a step. With more than 32 sequences, Hopper's kernel searches in larger blocks; 33 may have 32's parts.
 BATCHES = (2, 4, 8, 16, 32, 33, 64, 128)
 
 
