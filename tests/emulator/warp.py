@@ -13,6 +13,7 @@ from .order import Order
 from .program import Program
 
 LANES = np.arange(32)
+CYCLES = 100  # between two readings of a warp's `%clock`, which has no other time
 ALL = np.ones(32, bool)  # most instructions are of all lanes: a mask that is this object is not looked at
 ALL.setflags(write=False)
 DESCRIPTORS = 0xDE5C0000  # tensor maps are kernel parameters; their "addresses" begin here
@@ -89,6 +90,7 @@ class Warp:
         registers: a value a lane. An array is replaced, never written to.
         parked: where the warp waits for others: a key of `Cta.waiting`.
         copies: those of cp.async that have not landed.
+        clock: what `%clock` had when it was last read.
         sends: copies to global memory that have not left, in groups, the last of them open.
     """
 
@@ -104,6 +106,7 @@ class Warp:
         self.registers["%dynamic_smem_size"] = np.full(32, launch.size, np.uint32)
         self.registers["%ctaid.x"] = np.full(32, cta.index, np.uint32)
         self.registers["%nctaid.x"] = np.full(32, launch.grid, np.uint32)
+        self.clock = 0
         self.parked: tuple | None = None
         self.copies: list[Callable[[], None]] = []
         self.sends: list[list[Callable[[], None]]] = [[]]
@@ -118,6 +121,9 @@ class Warp:
         """An operand as PTX's type `kind`."""
         value = self.registers.get(name)
         if value is None:
+            if name == "%clock":
+                self.clock += CYCLES
+                return np.full(32, self.clock, np.uint32)
             value = self.launch.params.get(name)
             return _constant(name, kind) if value is None else np.full(32, value, np.uint64).astype(DTYPES[kind])
         self.flying.discard(name)

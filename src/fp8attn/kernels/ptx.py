@@ -47,6 +47,12 @@ ARRIVE = gl.constexpr("""{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %lane
 @first mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, 0; }""")
 INIT = gl.constexpr("""{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
 @first mbarrier.init.shared.b64 [$1], $2; mov.b32 $0, 0; }""")
+DELAY_SECOND = gl.constexpr("""{ .reg .pred second, early; .reg .b32 thread, start, now; mov.u32 thread, %tid.x;
+setp.ge.u32 second, thread, 128; mov.u32 start, %clock;
+delayLoop:
+mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.and.u32 early, now, $1, second;
+@early bra delayLoop;
+mov.b32 $0, 0; }""")
 LOGISTIC = gl.constexpr(
     "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }"
 )
@@ -171,6 +177,12 @@ def meet_and_arrive_at(address):
     """A thread of each warp arrives at the mbarrier at `address`, after all threads of its warp are here."""
     gl.inline_asm_elementwise("bar.warp.sync -1;", "=r,r", [address], dtype=gl.int32, is_pure=False, pack=1)
     arrive_at(address)
+
+
+@gluon.jit
+def delay_second(cycles):
+    """The second warpgroup of the CTA's first partition spends so many cycles here."""
+    gl.inline_asm_elementwise(DELAY_SECOND, "=r,r", [gl.to_tensor(cycles)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ last tile. The order of tiles is from the last to the first: `n_hi` tiles that e
 from __future__ import annotations
 
 from ..gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from ..ptx import pin, rest_to_fp8, split_to_fp8, to_fp8
+from ..ptx import delay_second, pin, rest_to_fp8, split_to_fp8, to_fp8
 from .registers import accumulator, as_operand, join, scores_layout, split
 from .ring import K_EMPTY, K_FULL, V_EMPTY, V_FULL
 from .softmax import (
@@ -65,6 +65,8 @@ def tile_weights(rows, ring, tile, m, place, P: gl.constexpr, MASK: gl.constexpr
 
 # Two warpgroups: the next tile's Q K is computed during this tile's softmax
 
+DELAY = gl.constexpr(600)  # cycles that the second begins later: one's exponentials run under the other's products
+
 
 @gluon.jit
 def overlapped_tile(rows, ring, s, factor, v_ratio, tile, m, sums, acc, k_place, v_place, MASK: gl.constexpr):
@@ -113,6 +115,8 @@ def attend_overlapped(rows, ring, tile, n_hi, n_free, n_lo, place):
     s = end_scores(s)
     ring.release(K_EMPTY, k_place)
     s = mask_scores(s, factor, rows, tile, options, True, INT)
+    # Side by side, both would compute exponentials and then both wait for the tensor core, in all tiles.
+    delay_second(DELAY)
     k_place = ring.next(k_place)
     tile -= 1
     for _ in range(n_hi):
