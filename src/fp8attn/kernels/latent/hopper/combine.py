@@ -10,14 +10,15 @@ from ....formats.rotation import MAX_BLOCK
 from ...common import HIDDEN, HIDDEN_FINITE, LN2
 from ...rotation import hadamard_back
 
-CHANNELS = tl.constexpr(MAX_BLOCK)  # of a program: a block of the rotation, which has one factor
+BLOCK = tl.constexpr(MAX_BLOCK)  # channels of a block of the rotation, which has one factor
 
 
 @triton.jit(do_not_specialize=["parts", "num_seqs", "num_tokens", "row_tiles"])
 def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr, parts, num_seqs,
                           num_tokens, row_tiles,
-                          OPTIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr):  # fmt: skip
-    """R rows and 128 channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order."""
+                          OPTIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+                          CHANNELS: tl.constexpr):  # fmt: skip
+    """R rows and some channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order."""
     RANK: tl.constexpr = OPTIONS.rank
     gdc_wait()
     parts_lse_ptr = numbers_ptr + parts.to(tl.int64) * OPTIONS.part_width
@@ -32,13 +33,17 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
         written = inside & (row < tl.load(bounds_ptr + num_seqs) * OPTIONS.group)
     more = tl.load(more_ptr + 2 * row, mask=written, other=0)
     count = tl.load(more_ptr + 2 * row + 1, mask=written, other=0)
-    top = tl.full([R], HIDDEN_FINITE, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    out = tl.zeros([R, CHANNELS], tl.float32)
-    for first in range(0, tl.max(count, 0) + 1, S):
+    # The first part is where the row is: it is loaded beside what says how many there are.
+    top = tl.load(parts_lse_ptr + row, mask=written, other=HIDDEN_FINITE)
+    own = row.to(tl.int64)[:, None] * RANK + channel[None, :]
+    out = tl.load(parts_ptr + own, mask=written[:, None], other=0.0).to(tl.float32)
+    if OPTIONS.digits == 1:
+        out *= tl.load(parts_lse_ptr + parts + row, mask=written, other=0.0)[:, None]
+    total = tl.full([R], 1.0, tl.float32)
+    for first in range(0, tl.max(count, 0), S):
         i = first + tl.arange(0, S)[None, :]
-        part = tl.where(i == 0, row[:, None], more[:, None] + (i - 1) * OPTIONS.rows)
-        here = written[:, None] & (i <= count[:, None])
+        part = more[:, None] + i * OPTIONS.rows
+        here = i < count[:, None]
         lse = tl.load(parts_lse_ptr + part, mask=here, other=HIDDEN_FINITE)
         at = part.to(tl.int64)[:, :, None] * RANK + channel[None, None, :]
         o = tl.load(parts_ptr + at, mask=here[:, :, None], other=0.0).to(tl.float32)
@@ -53,14 +58,13 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
     hidden = (top == HIDDEN_FINITE) & (total == total)  # a row without keys, or of no sequence; a NaN stays
     out = hadamard_back(out / total[:, None], CHANNELS)
     if factor_ptr is not None:
-        out *= tl.load(factor_ptr + block)
+        out *= tl.load(factor_ptr + channel // BLOCK)[None, :]
     lse = top + tl.log2(total)
     if mean_ptr is not None:
         out += tl.load(mean_ptr + channel)[None, :]
         mean_scores = parts_lse_ptr + 2 * parts + num_seqs * row_tiles * OPTIONS.rows
         lse += tl.load(mean_scores + row, mask=written, other=0.0)
     out = tl.where(hidden[:, None], 0.0, out)
-    to = out_ptr + row.to(tl.int64)[:, None] * RANK + channel[None, :]
-    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(out_ptr + own, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     if block == 0:
         tl.store(lse_ptr + row, tl.where(hidden, HIDDEN, lse * LN2), mask=inside)

@@ -106,9 +106,10 @@ def make_latent_plan(
     workers = even_workers(num_sms(device) // row_tiles, num_seqs)
     blocks, results = row_tiles * num_seqs, num_tokens * group
     parts = results + row_tiles * workers * rows
-    # Of the last kernel: parts that a program loads at once, as many as a row has if sequences have one length; rows.
+    # Of a program of the last kernel: parts that it loads at once, as many as a row has if sequences have one length;
+    # rows and channels, for many loads at a time in few registers.
     at_once = min(64, power_of_two(max(1, workers // num_seqs)))
-    together = max(1, 16 // at_once)
+    together, channels = (16, MAX_BLOCK) if at_once == 1 else (1, rank if at_once <= 16 else MAX_BLOCK)
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
     return LatentPlan(
@@ -130,7 +131,7 @@ def make_latent_plan(
         ),
         round_grid=(blocks * rows // ROUNDED,),
         grid=(row_tiles * workers,),
-        combine_grid=(-(-results // together) * (rank // 128),),
+        combine_grid=(-(-results // together) * (rank // channels),),
         round=make_constants(
             "latent queries", device, OPTIONS=options, num_warps=rank // MAX_BLOCK, launch_pdl=True
         ),
@@ -139,6 +140,7 @@ def make_latent_plan(
             OPTIONS=options, num_warps=warps, maxnreg=65536 // threads // 8 * 8, launch_pdl=True,
         ),
         combine=make_constants(
-            "latent combine", device, OPTIONS=options, R=together, S=at_once, num_warps=4, launch_pdl=True
+            "latent combine", device, OPTIONS=options, R=together, S=at_once, CHANNELS=channels, num_warps=4,
+            launch_pdl=True,
         ),
     )  # fmt: skip
