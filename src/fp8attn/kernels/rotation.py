@@ -26,6 +26,14 @@ def negative(c):
 
 
 @triton.jit
+def negative_in_step(channel, to):
+    """Whether H diag(sign) of 16 channels is negative, in column `channel` and row `to`: 1 or 0."""
+    odd = channel & to
+    odd = odd ^ (odd >> 2)
+    return (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
+
+
+@triton.jit
 def hadamard(x, D: tl.constexpr):
     """`fp8attn.formats.rotation.rotate` of rows `x [N, C]` in FP32, in the first D channels. Every operation is
     rounded.

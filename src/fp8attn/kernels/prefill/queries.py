@@ -9,7 +9,7 @@ from triton.language import PropagateNan
 from ..common import v_position
 from ..gluon import aggregate, arrive, fence_async_shared, gl, gluon, mma_v2, sync
 from ..ptx import MAGIC, rest_to_fp8, to_fp8
-from ..rotation import HIGH_SIGNS, LOW_SIGNS, block_size
+from ..rotation import HIGH_SIGNS, block_size, negative_in_step
 from .items import LENGTH, POSITION, Items, channels_of_mean
 from .registers import FEW, join, scores_layout
 
@@ -98,10 +98,7 @@ def store_signs(signs):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
     channel = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
     column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    odd = channel & v_position(column)
-    odd = odd ^ (odd >> 2)
-    odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> channel)) & 1
-    signs.store(gl.where(odd > 0, -1.0, 1.0).to(signs.dtype))
+    signs.store(gl.where(negative_in_step(channel, v_position(column)) > 0, -1.0, 1.0).to(signs.dtype))
 
 
 @gluon.jit

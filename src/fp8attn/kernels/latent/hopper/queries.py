@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...common import LOG2E
 from ...gluon import gdc_launch_dependents, gdc_wait, gl, gluon, mma_v2
 from ...prefill.queries import hadamard_blocks
-from ...rotation import HIGH_SIGNS, LOW_SIGNS
+from ...rotation import HIGH_SIGNS, negative_in_step
 from . import plan
 
 SMALLEST = gl.constexpr(67 << 23)  # 2^-60, in bits: a row of smaller values is rounded as if this were its largest
@@ -34,11 +34,9 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     ROPE_IN_CODES: gl.constexpr = OPTIONS.rope > 0 and not OPTIONS.rope_in_16_bits
     TOP: gl.constexpr = 127.0 if OPTIONS.digits == 1 else 127.0 * 128
     k = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))[None, :, None]
-    odd = k & gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :]
-    odd = odd ^ (odd >> 2)
-    odd = (odd ^ (odd >> 1) ^ (LOW_SIGNS >> k)) & 1
+    negative = negative_in_step(k, gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))[None, None, :])
     same = gl.zeros([WARPS, 1, 1], gl.int32, RIGHT)
-    plus = gl.where(odd + same > 0, -1.0, 1.0).to(q_ptr.dtype.element_ty)
+    plus = gl.where(negative + same > 0, -1.0, 1.0).to(q_ptr.dtype.element_ty)
     gdc_wait()
     # Attention may begin now: from here on, it reads tokens, and memory that launches before this one use is free.
     gdc_launch_dependents()
@@ -52,6 +50,14 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     at, inside = _rows(first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(0, gl.SliceLayout(2, LOAD)))
     channel = _channels(LOAD, BLOCK)
     q = gl.load(q_ptr + at[None, :, None] + channel, mask=inside[None, :, None] & (channel >= 0), other=0.0)
+    if OPTIONS.rope_in_16_bits:  # before all else, so that it does not wait for memory once more
+        FLAT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+        rope_at, rope_inside = _rows(
+            first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(1, FLAT)
+        )  # fmt: skip
+        rope_channel = gl.arange(0, OPTIONS.rope, gl.SliceLayout(0, FLAT))[None, :]
+        rope_at = rope_at[:, None] + OPTIONS.rank + rope_channel
+        rope = gl.load(q_ptr + rope_at, mask=rope_inside[:, None] & (rope_channel >= 0), other=0.0).to(gl.float32)
     size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
     block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     if factor_ptr is not None:
@@ -66,13 +72,6 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         rotated_rope, bits = _rotate(rope, plus, gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA), bits, MMA)
     bits = gl.max(gl.max(bits, 2), 0)
     if OPTIONS.rope_in_16_bits:
-        FLAT: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-        rope_at, rope_inside = _rows(
-            first_row, query, num_q, stride_t, stride_h, OPTIONS, gl.SliceLayout(1, FLAT)
-        )  # fmt: skip
-        rope_channel = gl.arange(0, OPTIONS.rope, gl.SliceLayout(0, FLAT))[None, :]
-        rope_at = rope_at[:, None] + OPTIONS.rank + rope_channel
-        rope = gl.load(q_ptr + rope_at, mask=rope_inside[:, None] & (rope_channel >= 0), other=0.0).to(gl.float32)
         rope_bits = gl.max((gl.abs(rope) * (TOP / MOST_ROPE)).to(gl.int32, bitcast=True), 1)
         bits = gl.maximum(bits, gl.convert_layout(rope_bits, ROW))
     largest = gl.maximum(bits, SMALLEST).to(gl.float32, bitcast=True)
