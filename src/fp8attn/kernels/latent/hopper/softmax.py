@@ -319,13 +319,16 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
             if AHEAD:
                 s, s_rope = _multiply(memory, tile, options)
             begin = tile
-            for _ in range(tiles - 1):
+            # Behind the last tile there is no product to start: it is behind the loop. (ptxas: with a branch around the
+            # product, it serializes all.)
+            LAST: gl.constexpr = 1 if AHEAD else 0
+            for _ in range(tiles - LAST):
                 if not AHEAD:
                     s, s_rope = _multiply(memory, tile, options)
                 y, scales = _scores(memory, tile, s, s_rope, options)
-                if options.causal:
+                if options.causal or not AHEAD:
                     if seen < TILE:
-                        y, scales = _hide(memory, piece, y, scales, seen, row0, False, options)
+                        y, scales = _hide(memory, piece, y, scales, seen, row0, not AHEAD, options)
                     seen -= TILE
                 if options.leftpad:
                     if pad > 0:
@@ -336,16 +339,15 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
                 aged = ((tile - begin) & (options.most_tiles - 1)) == options.most_tiles - 1
                 sums = _weigh(memory, tile, sums, y, scales, factor, aged, options)
                 tile += 1
-            if not AHEAD:
-                s, s_rope = _multiply(memory, tile, options)
-            y, scales = _scores(memory, tile, s, s_rope, options)
-            if not options.causal:
-                seen -= (tiles - 1) * TILE
-            y, scales = _hide(memory, piece, y, scales, seen, row0, True, options)
-            if options.leftpad:
-                y, scales = _hide_padding(y, scales, pad, options)
-            sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
-            tile += 1
+            if AHEAD:
+                y, scales = _scores(memory, tile, s, s_rope, options)
+                if not options.causal:
+                    seen -= (tiles - 1) * TILE
+                y, scales = _hide(memory, piece, y, scales, seen, row0, True, options)
+                if options.leftpad:
+                    y, scales = _hide_padding(y, scales, pad, options)
+                sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
+                tile += 1
         _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options)
         meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
         piece += 1
