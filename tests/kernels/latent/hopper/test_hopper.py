@@ -1,7 +1,11 @@
 """The Hopper kernels of latent attention without a GPU: the compiled code, and their PTX run on the CPU."""
 
 import pytest
+import torch
 
+from fp8attn import AttentionParams, KVPages
+from fp8attn.formats.kv_format import KVFormat
+from fp8attn.formats.spec import PageSpec
 from tests.support import compiling
 
 triton = pytest.importorskip("triton")
@@ -94,3 +98,20 @@ def test_two_runs_have_equal_bits(case):
         compiling.call("tests.kernels.latent.hopper.run_hopper", "emulate_case", case, seed) for seed in (1, 2)
     )
     assert first == second
+
+
+def test_the_rows_of_a_sequence_and_of_a_batch_are_limited():
+    """Memory is allocated as if all sequences had the most rows."""
+    from fp8attn.kernels.latent import hopper
+
+    def takes(seqs: int, queries: int, heads: int) -> bool:
+        table, lengths = torch.zeros(seqs, 1, dtype=torch.int32), torch.ones(seqs, dtype=torch.int32)
+        spec = PageSpec.latent(512, 64)
+        pages = KVPages(
+            torch.zeros(1, 1, 128 * 644, dtype=torch.uint8), table, lengths, KVFormat.of(spec, "int8", True)
+        )
+        return hopper.takes(pages, AttentionParams(None, queries, True, 0.1), heads)
+
+    assert takes(1, 64, 128) and not takes(1, 65, 128)
+    assert takes(8, 64, 128) and not takes(9, 64, 128)
+    assert takes(1000, 8, 128) and not takes(1000, 9, 128)
