@@ -1,6 +1,6 @@
 """A decode step's attention over latents (MLA), compared with its peers.
 
-Each implementation (the others are in `peers/flashmla.py` and `peers/flashinfer.py`) runs as a CUDA graph; the L2 cache
+Each implementation (`peers/flashmla.py` has the others) runs as a CUDA graph; the L2 cache
 is flushed before every run. Ours rounds its queries and combines its parts in the timed call. Latents are random, of
 mean 1 in every channel when they are timed, 512 channels and 64 with RoPE, in shuffled pages between poison. `rel_err`
 is against float64 on the bytes that each implementation was given, on the first and the last sequence; `rel_err_0` and
@@ -28,7 +28,7 @@ from .problem import DEVICE, K, Run, Shape, offsets, steps
 
 RANK, ROPE = 512, 64
 TOKEN = RANK + 2 * ROPE + 4  # bytes
-BYTES = {"flashmla-bf16": 2 * (RANK + ROPE), "vllm-flashmla-fp8": RANK + ROPE, "flashinfer-mla": RANK + ROPE}  # a token
+BYTES = {"flashmla-bf16": 2 * (RANK + ROPE), "vllm-flashmla-fp8": RANK + ROPE}  # of a token
 QUERY = 0.3  # the standard deviation of queries
 SCALE = 192**-0.5
 MEANS = (1.0, 0.0, 0.3)  # of latents; the first is timed

@@ -1,10 +1,9 @@
 """FlashInfer: XQA for decode steps and fmha_v2 for prompts, both of TensorRT-LLM, over pages in FP8.
 
-`make peers` compiles the modules that FlashInfer's JIT would compile for these shapes; they are called with the
-arguments of `flashinfer.decode.xqa_batch_decode_with_kv_cache`, `flashinfer.prefill.trtllm_fmha_v2_prefill` and
-`flashinfer.mla.BatchMLAPagedAttentionWrapper` (`fa3`: latents in FP8, 16-bit arithmetic, only for `latent`). XQA
+`make peers` compiles the two modules that FlashInfer's JIT would compile for these shapes; they are called with the
+arguments of `flashinfer.decode.xqa_batch_decode_with_kv_cache` and `flashinfer.prefill.trtllm_fmha_v2_prefill`. XQA
 takes Q in BF16, rounds it itself, and has one scale for K and V together; fmha_v2 takes Q in FP8 and one scale for each
-of Q, K and V. These two sum all tokens in the tensor core.
+of Q, K and V. Both sum all tokens in the tensor core.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-from fp8attn.formats.codec import FP8
-
 from ..measure import MOST_DECODED
 from ..problem import DEVICE, Run, Shape, offsets
-from . import flashmla, pages
+from . import pages
 from .peer import TVM_FFI, Call, Peer, Source, Wheel, import_wheel, library
 from .rounded import Rounded, by_heads
 
@@ -28,9 +25,7 @@ RELEASE = "flashinfer-python==0.7.4"
 FMHA_DIMS = (128, 256)  # the head_dims that FlashInfer tests in FP8 on SM90
 SEMAPHORES = 8 << 20  # bytes, zero, before XQA's workspace
 WORKSPACE = 256 << 20
-INTEGERS = 8 << 20  # bytes of a plan
 GROUP = 4  # query heads a KV head, for which XQA is compiled
-RANK, ROPE = 512, 64  # channels of a latent, and those with RoPE
 
 
 def attention(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
@@ -59,31 +54,6 @@ def prefill(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         return out
 
     return Run(call, q8, shape.split(k8, v8))
-
-
-def latents(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
-    """A decode step over latents in E4M3, `k [tokens, 1, 576]`, whose first channels are `v`; scales of 1. The kernel
-    dequantizes them to BF16 in shared memory. Its plan is not timed."""
-    cache, _, table = flashmla.inputs(shape, k, FP8)
-    heads, (ckv, rope) = shape.q_heads, cache[:, :, 0].split([RANK, ROPE], -1)
-    q_parts, out = q.split([RANK, ROPE], -1), torch.empty_like(q[..., :RANK])
-    rooms = _workspace()[SEMAPHORES:], torch.empty(INTEGERS, dtype=torch.uint8, device=DEVICE)
-    pages_of = torch.arange(0, table.numel() + 1, table.shape[1], dtype=torch.int32)
-    lengths = torch.tensor(shape.keys, dtype=torch.int32)
-    module, mask = _module("mla"), int(max(shape.queries) > 1)
-    plan, _ = module.plan(
-        *rooms, torch.empty(INTEGERS, dtype=torch.uint8, pin_memory=True), offsets(shape.queries).cpu(), pages_of,
-        lengths, heads, RANK, bool(mask),
-    )  # fmt: skip
-
-    def call() -> torch.Tensor:
-        module.run(
-            *rooms, plan, *q_parts, ckv, rope, table.view(-1), out, None, mask, heads, flashmla.PAGE,
-            shape.softmax_scale, False, 1.0, 1.0, None,
-        )  # fmt: skip
-        return out
-
-    return flashmla.run_over(cache, shape, q, call)
 
 
 def decode(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
@@ -160,16 +130,6 @@ folder.joinpath("fmha_v2_api.h").write_text(made.get_api_code(specs))
 """
 
 
-def mla_config(source: Path, folder: Path) -> list[Path]:
-    """The header of types that FlashInfer's template gives: BF16 queries and output, latents in E4M3. No file more."""
-    text = (source / DATA / "csrc/batch_mla_config.jinja").read_text()
-    types = {"dtype_q": "nv_bfloat16", "dtype_kv": "__nv_fp8_e4m3", "dtype_o": "nv_bfloat16", "dtype_idx": "int32_t"}
-    for name, value in {**types, "head_dim_ckv": str(RANK), "head_dim_kpe": str(ROPE)}.items():
-        text = text.replace(f"{{{{ {name} }}}}", value)
-    (folder / "batch_mla_sm90_config.inc").write_text(text)
-    return []
-
-
 # As `flashinfer.jit.core.gen_jit_spec`.
 FLASHINFER_FLAGS = (
     "-use_fast_math", "-DNDEBUG",
@@ -212,19 +172,6 @@ SOURCES = (
         needs=("tvm_ffi", "cuda"),
         missing="_Z19launchMHAFlashInfer",
     ),
-    Source(
-        name="flashinfer_mla",
-        source=RELEASE,
-        package="flashinfer/",
-        files=tuple(f"{DATA}/csrc/batch_mla_sm90_{name}.cu" for name in ("plan", "run", "binding")),
-        includes=(
-            *(f"{DATA}/cccl/{name}" for name in ("cub", "libcudacxx/include", "thrust")),
-            *(f"{DATA}/{name}" for name in ("include", "csrc", "cutlass/include")),
-        ),  # newer than CUDA's own
-        flags=FLASHINFER_FLAGS,
-        needs=("tvm_ffi",),
-        prepare=mla_config,
-    ),
 )  # fmt: skip
 
 
@@ -235,10 +182,7 @@ def load() -> None:
 
 
 PEER = Peer(
-    calls={
-        "flashinfer": Call(attention, "FlashInfer", "#6c91bf", prefill=True, decode=True, levels=1),
-        "flashinfer-mla": Call(latents, "FlashInfer's MLA", "#6c91bf"),
-    },
+    calls={"flashinfer": Call(attention, "FlashInfer", "#6c91bf", prefill=True, decode=True, levels=1)},
     needs=(Wheel(TVM_FFI), *SOURCES),  # that calls the modules
     load=load,
     release=lambda: RELEASE,

@@ -123,4 +123,4 @@ def test_peers_are_taken_from_their_wheels(monkeypatch, tmp_path, capsys):
         "torchao==0.18.0: ERROR: No matching distribution found for torchao==0.18.0",
         f"{peer.TVM_FFI}: .peers/apache_tvm_ffi-{peer.TVM_FFI.split('==')[1]}-py3-none-any.whl",
     }
-    assert wanted <= set(said) and len(said) == len(wanted) + 6  # compiled ones
+    assert wanted <= set(said) and len(said) == len(wanted) + 5  # compiled ones

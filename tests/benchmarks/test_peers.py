@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import get_peers, latent, peers, problem, wide
+from benchmarks import get_peers, peers, problem, wide
 from benchmarks.peers import (
     comfy,
     cudnn,
@@ -158,30 +158,6 @@ def test_fa4_divides_long_sequences_of_few_requests(monkeypatch, batch, kernels)
     if len(kernels) == 2:
         assert out.shape == (16, 2, 32, 512) and lse.shape == (16, 32, 2)  # 132 SMs for 8 heads, and 16 pages
         assert called["combine_32"][1].shape == (16, 2, 32)
-
-
-def test_flashinfer_reads_latents_in_place(monkeypatch):
-    """Both parts of a token are views of the cache that its error is measured against."""
-    given = {}
-
-    class Module:
-        plan = staticmethod(lambda *args: (given.update(plan=args), 0) and ("the plan", 0))
-        run = staticmethod(lambda *args: given.update(run=args))
-
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
-    monkeypatch.setattr(flashinfer, "_module", lambda name: Module)
-    shape = latent.case(16, 100, 100)
-    q, rows = latent.inputs(shape, 0.0)
-    run = flashinfer.latents(shape, q, rows, rows[..., :512])
-    assert run.call().shape == (2, 16, 512)
-    indptr, lengths = given["plan"][4:6]
-    assert indptr.tolist() == [0, 2, 4] and lengths.tolist() == [100, 100]
-    plan, q_nope, q_rope, ckv, rope = given["run"][2:7]
-    assert plan == "the plan" and torch.equal(torch.cat([q_nope, q_rope], -1), run.q)
-    k, v = run.held(1)
-    assert torch.equal(torch.cat([ckv, rope], -1).view(torch.uint8)[2], k[:64, 0].view(torch.uint8))
-    assert k.dtype == FP8 and v.shape == (100, 1, 512)
 
 
 def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
