@@ -284,7 +284,8 @@ class FP8Layer(CacheLayerMixin):
         if shared.implementation == ATTN_IMPLEMENTATION:
             if weight is not None and tokens >= PROMPT and not torch.compiler.is_compiling():
                 pages, weight, length = self._prompt(pages, given), None, self.num_tokens
-            k_shape, v_shape = ((batch, heads, length, x.shape[3]) for x in given)
+            k_shape = batch, heads, length, given[0].shape[3]
+            v_shape = batch, heads, length, given[1].shape[3]
             common = key_states.dtype, shared.reading, weight
             return PagedTensor(pages, "k", k_shape, *common), PagedTensor(pages, "v", v_shape, *common)
         if not torch.compiler.is_compiling():
