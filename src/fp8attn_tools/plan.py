@@ -131,6 +131,7 @@ def plan(shape: CacheShape, memory: int, *, weights: int = 0, context: int = 327
     Args:
         shape: the model's cache (`fp8attn_tools.shape.shape_of(config)`).
         memory: bytes of the device that the model may use.
+        weights: bytes of the parameters.
         context: tokens of a sequence, for `largest_batch`.
         batch: sequences, for `longest_context`.
     Raises:

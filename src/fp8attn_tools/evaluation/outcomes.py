@@ -18,6 +18,7 @@ class Sample:
     Attributes:
         length: tokens of context; the prompt and its answer are at most this long.
         index: the sample's number among those of this task and length.
+        tokens: the prompt.
         answers: the strings that the continuation must contain.
         depth: the position of the first answer in the prompt: 0 is the start, 1 the end.
     """

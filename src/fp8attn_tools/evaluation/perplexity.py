@@ -21,6 +21,7 @@ class Positions:
     windows.
 
     Attributes:
+        tokens: the number of predicted tokens.
         nll, standard_error, kl, top1_agreement: as in `Perplexity`.
     """
 
@@ -39,6 +40,7 @@ class Perplexity:
 
     Attributes:
         context: tokens of a window; at its end the cache has all of them.
+        tokens: the number of predicted tokens.
         nll: mean negative log-likelihood, in nats per token.
         bits_per_byte: the same in bits per byte of the text, comparable between tokenizers; NaN if the bytes are not
             known.

@@ -121,6 +121,7 @@ def recall_samples(
     """`samples` questions at every length and depth, in that order.
 
     Args:
+        lengths: tokens of a prompt.
         depths: of the needle, in [0, 1].
         distractors: other pairs in each prompt.
         seed: as `Haystack` takes it.

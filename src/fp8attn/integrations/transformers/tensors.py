@@ -92,15 +92,7 @@ class PagedTensor(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls,
-        pages: KVPages,
-        which: Literal["k", "v"],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        reading: Reading,
-        weight: torch.Tensor | None = None,
-    ) -> PagedTensor:
+    def __new__(cls, pages: KVPages, which: str, shape: Sequence[int], dtype: torch.dtype, *_: Any) -> PagedTensor:
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=pages.pool.device)
 
     def __init__(
