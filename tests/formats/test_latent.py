@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8attn.formats.latent import absorb, channels, quantize, restore, to_rope
+from fp8attn.formats.latent import absorb, channels, dequantize, quantize, restore, to_rope
 from fp8attn.formats.rotation import rotate
 from fp8attn.numerics import relative_error
 
@@ -37,6 +37,17 @@ def test_a_code_is_off_by_half_a_step(rank, static):
     back = restore(codes.double() * scale.double()[:, None], mean, factor)
     assert relative_error((back - x) / (channels(factor) if static else 1), off) < 1.5  # the rotation keeps the norm
     assert relative_error(back, x) < ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_are_dequantized_by_a_product(dtype):
+    """Into 16 bits beside other columns, within a rounding of the sums of codes in FP16 and one of the result."""
+    codes, scale = quantize(latents(200))
+    out = torch.full((200, 576), torch.nan, dtype=dtype)
+    dequantize(codes, scale, out[:, :512])
+    expected = restore(codes.double() * scale.double()[:, None], None, None)
+    assert out[:, 512:].isnan().all()
+    torch.testing.assert_close(out[:, :512].double(), expected, rtol=torch.finfo(dtype).eps, atol=2**-11)
 
 
 def test_a_token_of_normal_values_loses_one_percent_whatever_its_size():

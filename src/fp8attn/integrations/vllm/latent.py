@@ -9,7 +9,6 @@ of the prefix cache has found, which come from the pages (`_compute_prefill_cont
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from ... import ops
 from ..._torch_ops import resolve
 from ...errors import UsageError
+from ...formats.latent import dequantize
 from ...formats.page_layout import PAGE_SIZE, latent_of
-from ...formats.rotation import MAX_BLOCK, rotate_back
 from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import Append, AttentionParams
@@ -49,16 +48,6 @@ _SHAPE = (  # arguments of an impl that `MLACommonImpl` takes, too
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
 )  # fmt: skip
 CONTEXT_BLOCK = 16384  # tokens of a prompt's context that are dequantized at a time
-# Decodes of a step. With more than 32 sequences, Hopper's kernel searches in larger blocks; 33 may have 32's parts.
-BATCHES = (2, 4, 8, 16, 32, 33, 64, 128)
-
-
-@lru_cache
-def _rotation(device: torch.device) -> torch.Tensor:
-    """`[128, 128]` float16 of 1 and -1: codes times this are `rotate_back` of them, but for its factor. Sums above 2048
-    are rounded, by less than the output's BF16 rounds.
-    """
-    return (rotate_back(torch.eye(MAX_BLOCK, device=device)) * MAX_BLOCK**0.5).round().half()
 
 
 class FP8LatentBackend(FP8AttentionBackend):
@@ -306,15 +295,13 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         layer = self.engine_layer
         assert layer is not None and layer.pool is not None, "tokens were appended before"
         codes, rope, scales = (x[:, 0] for x in latent_of(layer.pool, layer.format.layout))
-        rotation = _rotation(out.device)
         first = chunk.starts - chunk.cu_seq_lens[:-1]  # the position of a chunk's token 0, if it were of this sequence
         for begin in range(0, len(out), CONTEXT_BLOCK):
             seq = chunk.token_to_seq[begin : begin + CONTEXT_BLOCK].long()
             position = first[seq] + torch.arange(begin, begin + len(seq), device=seq.device)
             page, row = table[seq, position // PAGE_SIZE].long(), position % PAGE_SIZE
             part = out[begin : begin + len(seq)]
-            latent = (codes[page, row].half().unflatten(1, (-1, MAX_BLOCK)) @ rotation).flatten(1)
-            torch.mul(latent, scales[page, row, None] * MAX_BLOCK**-0.5, out=part[:, : self.kv_lora_rank])
+            dequantize(codes[page, row], scales[page, row], part[:, : self.kv_lora_rank])
             part[:, self.kv_lora_rank :] = rope[page, row]
 
     def warm_up(self, device: torch.device, dtype: torch.dtype, most: int) -> None:
@@ -324,6 +311,8 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             device, dtype: of queries and latents.
             most: new tokens of a decode.
         """
+        from ...kernels.latent.hopper.plan import batches_of_variants  # it needs Triton
+
         layer = self.engine_layer
         assert layer is not None
         rank, pool = self.kv_lora_rank, layer.pool
@@ -332,15 +321,15 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         for count in sorted({1, 2, 4, 8, 16, most}):
             length = torch.tensor([count], dtype=torch.int32, device=device)
             bounds = torch.tensor([0, count], dtype=torch.int32, device=device)
-            x = torch.zeros(count, self.num_heads, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
+            x = torch.zeros(count, 1, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
             for cu_seqlens in (bounds, None):
                 part = StepPart(slice(0, count), cu_seqlens, count, length, table)
-                self._append(part, x[:, :1, :rank], x[:, :1, rank:])
-            if count <= most:
-                self._attend(StepPart(slice(0, count), bounds, count, length, table), x)
-        for count in BATCHES:
-            lengths, tables = torch.ones(count, dtype=torch.int32, device=device), table.expand(count, 1).contiguous()
-            bounds = torch.arange(count + 1, dtype=torch.int32, device=device)
-            x = torch.zeros(count, self.num_heads, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
-            self._attend(StepPart(slice(0, count), bounds, 1, lengths, tables), x)
+                self._append(part, x[..., :rank], x[..., rank:])
+        for count in sorted({1, most}):
+            for batch in batches_of_variants(device, layer.pool.shape, self.spec, self.num_heads, count):
+                lengths = torch.full((batch,), count, dtype=torch.int32, device=device)
+                bounds = count * torch.arange(batch + 1, dtype=torch.int32, device=device)
+                q = torch.zeros(batch * count, self.num_heads, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
+                part = StepPart(slice(0, len(q)), bounds, count, lengths, table.expand(batch, 1).contiguous())
+                self._attend(part, q)
         layer.pool = pool

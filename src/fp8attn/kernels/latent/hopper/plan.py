@@ -144,3 +144,17 @@ def make_latent_plan(
             launch_pdl=True,
         ),
     )  # fmt: skip
+
+
+def batches_of_variants(
+    device: torch.device, pool: tuple[int, ...], spec: PageSpec, group: int, max_q: int
+) -> tuple[int, ...]:
+    """Numbers of sequences that launch all variants of the kernels, the least one of each, for an engine that compiles
+    them before it serves. Each sequence has `max_q` query tokens, whose bounds are given.
+    """
+    batches: dict[tuple[int, ...], int] = {}
+    most = max(num_sms(device), 32) + 1  # more sequences have the variants of this number
+    for num_seqs in range(1, most + 1):
+        plan = make_latent_plan(device, pool, spec, group, num_seqs * max_q, num_seqs, max_q, True, True, False)
+        batches.setdefault((id(plan.round), id(plan.attend), id(plan.combine)), num_seqs)
+    return tuple(batches.values())
