@@ -29,14 +29,14 @@ def test_what_pip_installs_is_what_is_supported():
     assert wanted == f"vllm>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0+cpu", "0.32.0.post1", "0.33.0+cu130"])
+@pytest.mark.parametrize("version", ["0.28.0", "0.29.1", "0.32.0+cpu", "0.32.0.post1", "0.33.0+cu130"])
 def test_supported_releases(version):
     assert unsupported_release(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.33.1rc1.dev12+g4ba787ec9", "0.3.2", "1.0", "1.30.0", "dev"])
+@pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "0.33.1rc1.dev12+g4ba787ec9", "0.3.2", "1.0", "1.30.0", "dev"])
 def test_another_release_is_refused_by_name(version, monkeypatch):
-    assert f"vLLM 0.26 to 0.33, and this is vLLM {version}" in unsupported_release(version)
+    assert f"vLLM 0.28 to 0.33, and this is vLLM {version}" in unsupported_release(version)
     monkeypatch.setattr(plugin, "vllm_version", lambda: version)
     assert RefusedBackend.validate_configuration(head_size=128, dtype=torch.bfloat16) == [unsupported_release(version)]
 

@@ -77,7 +77,7 @@ def test_without_an_extra(tmp_path):
             "options.Options())"
         )
         printed = run(python, "-c", code, cwd=tmp_path)
-        assert "None fp8attn works in vLLM 0.26 to " in printed and "Options(" in printed
+        assert "None fp8attn works in vLLM 0.28 to " in printed and "Options(" in printed
 
 
 @pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.release)])

@@ -84,7 +84,7 @@ def answers_of(llm, prompts, tokens):
 
 def clear_whole_blocks():
     """Models with Mamba layers need their new blocks cleared. vLLM's runner for CPUs takes the numbers of blocks for
-    numbers of the parts into which a backend splits them, so it clears parts that are in use. It does so in 0.26 to
+    numbers of the parts into which a backend splits them, so it clears parts that are in use. It does so in 0.28 to
     0.33, and its runners for GPUs do not. fp8attn refuses such models on a CPU. Here both are replaced, for tests only.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec

@@ -12,7 +12,6 @@ import transformers
 pytest.importorskip("vllm")
 
 from fp8attn.integrations.vllm import ON_CPU
-from fp8attn.integrations.vllm.specs import BACKEND_IS_ASKED
 from tests.vllm.engines import engine
 
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_batched_tokens": 256}
@@ -137,7 +136,6 @@ QWEN3_NEXT = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not BACKEND_IS_ASKED, reason="refused before vLLM 0.28")
 @pytest.mark.parametrize("config", [FALCON_H1, QWEN3_NEXT], ids=["Falcon-H1", "Qwen3-Next"])
 def test_layers_with_a_state(tmp_path, config):
     """vLLM makes blocks of 384 tokens, to fit the state of a layer. Prompts come in chunks, in blocks that vLLM clears,

@@ -22,7 +22,7 @@ from fp8attn import UsageError
 from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.vllm import LATENT_NAME, NAME, ON_CPU, register, specs, supported
+from fp8attn.integrations.vllm import LATENT_NAME, NAME, ON_CPU, register, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.supported import (
     unsupported_config,
@@ -79,16 +79,11 @@ def test_on_a_cpu_a_warning_says_what_is_used(variable, said, monkeypatch):
 @pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("window", [None, 256])
 def test_a_block_is_pages_of_each_head(window, pages):
-    """In both ways in which vLLM's releases learn it. Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8%
-    more at 64.
-    """
+    """Stock FP8 has 2 * head_dim bytes a token and head, a page 0.8% more at 64."""
     given = PLAIN | {"block_size": 128 * pages}
     spec = FullAttentionSpec(**given) if window is None else SlidingWindowSpec(**given, sliding_window=window)
-    if specs.BACKEND_IS_ASKED:
-        found = FP8AttentionBackend.customize_spec(spec)
-        assert FP8AttentionBackend.customize_spec(found) == found
-    else:
-        found = specs.of_layer(lambda config: spec)(None)
+    found = FP8AttentionBackend.customize_spec(spec)
+    assert FP8AttentionBackend.customize_spec(found) == found
     assert (
         found.page_size_bytes
         == pages * HEADS * PageSpec.of(D).layout.nbytes
@@ -101,7 +96,6 @@ def test_a_block_is_pages_of_each_head(window, pages):
     assert torch.Size(shape).numel() == 7 * found.page_size_bytes
 
 
-@pytest.mark.skipif(not specs.BACKEND_IS_ASKED, reason="vLLM asks the layer")
 @pytest.mark.parametrize(
     ("window_heads", "heads", "tokens"),
     [(16, 4, (128, 256)), (8, 2, (128, 256)), (1, 1, (256, 128)), (2, 1, (128, 128))],
@@ -255,16 +249,13 @@ def test_batch_invariance_is_vllm_s_switch(monkeypatch, file_of_scales):
         ({"speculative_config": SimpleNamespace()}, Options(), "leave out --speculative-config"),
     ],
 )
-def test_what_is_refused_beside_layers_with_a_state(changes, options, reason, monkeypatch):
+def test_what_is_refused_beside_layers_with_a_state(changes, options, reason):
     """Layers of Mamba or linear attention."""
-    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", True)
     assert unsupported_config(good(is_hybrid=True), Options("file")) is None
     assert unsupported_config(good(**changes), options) is None
     assert re.search(
         f"Mamba or linear attention layers, .*{reason}", unsupported_config(good(is_hybrid=True, **changes), options)
     )
-    monkeypatch.setattr(supported, "BACKEND_IS_ASKED", False)  # before vLLM 0.28
-    assert "install vLLM 0.28 or newer" in unsupported_config(good(is_hybrid=True), Options())
 
 
 def test_on_a_cpu_layers_with_a_state_need_blocks_of_one_page(monkeypatch):

@@ -1,6 +1,6 @@
 """How stock vLLM reads scales of its KV cache from a checkpoint: compressed-tensors.
 
-vLLM 0.26, 0.32 and 0.33 (`quantization/base_config.py`, `compressed_tensors.py`, `kv_cache.py`) read, for the module
+vLLM 0.32 and 0.33 (`quantization/base_config.py`, `compressed_tensors.py`, `kv_cache.py`) read, for the module
 `model.layers.N.self_attn`:
 
 | | `tensor` | `attn_head` |

@@ -13,7 +13,7 @@ offloading and transfers move blocks as bytes.
 | `supported.py` | which models and options are not supported, and why |
 | `connectors.py` | blocks of other engines: which KV connectors |
 | `lmcache.py` | LMCache's KV connector, with whole blocks |
-| `specs.py` | the bytes of a block, in the form that each release of vLLM reads |
+| `specs.py` | the bytes of a block |
 | `metadata.py` | the sequences of a step |
 | `impl.py` | a layer |
 | `latent.py` | latent attention (MLA): its backend, metadata and layers |
@@ -36,7 +36,7 @@ from typing import Any
 from ...extras import needs
 from .. import engine
 
-OLDEST, NEWEST = (0, 26), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
+OLDEST, NEWEST = (0, 28), (0, 33)  # releases of vLLM that were run; docs/vllm.md says how
 ON_CPU = "FP8ATTN_VLLM_CPU"  # an environment variable, see `register`
 
 # In releases of vLLM that take new names, from 0.32 on; the others have CUSTOM, which is for keys and values.

@@ -74,24 +74,20 @@ class FP8AttentionBackend(AttentionBackend):
         reason = unsupported_layer(options["head_size"], options["kv_cache_dtype"], options["attn_type"], None, {})
         return reasons if reason is None else [reason, *reasons]
 
-    # The bytes of a block: until vLLM 0.28
+    # The bytes of a block
 
     @staticmethod
-    def get_kv_cache_shape(
+    def get_kv_cache_shape(  # of vLLM 0.28
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         return num_blocks, num_kv_heads, block_size, PageSpec.of(head_size).layout.token_bytes
-
-    # From vLLM 0.28
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         return of_pages(spec, PageSpec.of(spec.head_size))
 
-    # From vLLM 0.29
-
     @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:  # from vLLM 0.29
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)

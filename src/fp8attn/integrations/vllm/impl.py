@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
@@ -17,14 +18,7 @@ from ..engine.static import ServedModel, static_state
 from ..engine.steps import Step
 from .connectors import exchanges_blocks
 from .options import config_options, layer_number
-from .specs import BACKEND_IS_ASKED, of_layer
-from .supported import (
-    is_batch_invariant,
-    unsupported_config,
-    unsupported_invariance,
-    unsupported_layer,
-    unsupported_recipe,
-)
+from .supported import unsupported_config, unsupported_invariance, unsupported_layer, unsupported_recipe
 
 
 class LayerPages:
@@ -49,8 +43,6 @@ class LayerPages:
                 if reason := unsupported_recipe(self._config.model_config, self._target or layer.layer_name):
                     raise UsageError(f"fp8attn cannot serve this model: {reason}")
                 self.engine_layer = self._engine_layer(layer)
-                if not BACKEND_IS_ASKED:
-                    layer.get_kv_cache_spec = of_layer(layer.get_kv_cache_spec)
             else:
                 self.engine_layer.write_static()
             for name, tensor in self.engine_layer.buffers.items():
@@ -125,7 +117,7 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
                 options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size
             ),
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
-            writes=self._target is None, batch_invariant=is_batch_invariant(), mark=mark, name=layer.layer_name,
+            writes=self._target is None, batch_invariant=envs.VLLM_BATCH_INVARIANT, mark=mark, name=layer.layer_name,
         )  # fmt: skip
 
     def _impls(self) -> list[FP8AttentionImpl]:

@@ -15,7 +15,7 @@ from ..engine.options import Options
 from . import LATENT_NAME, NAME
 from .connectors import exchanges_blocks, unsupported_connector
 from .options import layer_number
-from .specs import BACKEND_IS_ASKED, LATENT_PAGES
+from .specs import LATENT_PAGES
 
 KV_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ WHAT_TO_DO_WITH_LATENTS = {
 }
 
 # vLLM's runner for CPUs clears a new block of a model with Mamba layers. Of a block that it has split into pages, it
-# clears the page that has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.26 to
+# clears the page that has the block's number, which may be in use (`CPUModelRunner._zero_block_ids`, in vLLM 0.28 to
 # 0.33). Runners for GPUs clear the block.
 CPU_CLEARS_OTHER_PAGES = True
 
@@ -118,7 +118,7 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
         return NOT_CAUSAL
     if model.is_hybrid and (reason := _unsupported_hybrid(config, options)) is not None:
         return reason
-    if (unit := getattr(cache, "prefix_match_unit", None)) is not None and unit % PAGE_SIZE:  # not in all releases
+    if (unit := cache.prefix_match_unit) is not None and unit % PAGE_SIZE:
         return (
             f"--prefix-match-unit {unit} would share parts of pages, whose scales are of other requests' tokens, too; "
             f"leave it out, or pass a multiple of {PAGE_SIZE}"
@@ -184,14 +184,14 @@ def _unsupported_beside_latents(config: Any, options: Options) -> str | None:
         return f"it caches latents, and the option {names[0]} is for keys and values: leave it out"
     if options.key_dtype != DEFAULT_KEY_DTYPE:
         return f"it caches latents, which are in INT8: leave out the option key_dtype {options.key_dtype!r}"
-    if is_batch_invariant():
+    if envs.VLLM_BATCH_INVARIANT:
         return _BATCH
     if model.is_hybrid:
         return (
             "it has linear attention layers beside latents, with which fp8attn was not tried; leave out "
             "--attention-backend"
         )
-    if getattr(config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+    if config.parallel_config.prefill_context_parallel_size > 1:
         return _PCP
     if exchanges_blocks(config):
         return (
@@ -217,14 +217,9 @@ def _unsupported_beside_latents(config: Any, options: Options) -> str | None:
     return None
 
 
-def is_batch_invariant() -> bool:
-    """Whether vLLM was asked for answers that do not depend on the batch."""
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
-
-
 def unsupported_invariance(options: Options, window: int | None) -> str | None:
     """Why the answers of a layer could depend on the batch although vLLM was asked for others, or None."""
-    if not is_batch_invariant():
+    if not envs.VLLM_BATCH_INVARIANT:
         return None
     asked = "VLLM_BATCH_INVARIANT=1 asks for answers that do not depend on the batch"
     if not options.static_scales:
@@ -241,11 +236,6 @@ def unsupported_invariance(options: Options, window: int | None) -> str | None:
 def _unsupported_hybrid(config: Any, options: Options) -> str | None:
     """Why a model with Mamba or linear attention layers cannot be served with this configuration, or None."""
     has = "it has Mamba or linear attention layers"
-    if not BACKEND_IS_ASKED:
-        return (
-            f"{has}, and this vLLM makes their blocks as large as its own of FP8, not as pages; install vLLM 0.28 or "
-            f"newer"
-        )
     if option := _option_that_writes_once(config, options):
         return f"{has}, so vLLM clears new blocks, with what fp8attn has written into them once: leave out {option}"
     # vLLM's build for CPUs gives other answers with it than without, with its own attention, too.
