@@ -1,10 +1,9 @@
 """Prompts and decode steps in vLLM, with its caches in BF16 and FP8 and with the plugin: engines of models' shapes.
 
-It needs an environment with vLLM 0.26 or newer and this package. `qwen3.5` has patches for 0.26, and wants it. `mla16`,
-`mla64` and `mla128`, latent attention with so many heads, need 0.32 (`python -m benchmarks.run vllm mla --save`).
-Weights are random, and equal for all caches. The engines of a group, each in a process of its own, start side by side
-and stay until a case of another group comes; their logs are in $OUT, or in the folder for temporary files. They measure
-in turns, prompt by prompt, and some steps each.
+It needs an environment with vLLM 0.33, which was measured, and this package. `mla16`, `mla64` and `mla128` are latent
+attention with so many heads. Weights are random, and equal for all caches. The engines of a group, each in a process of
+its own, start side by side and stay until a case of another group comes; their logs are in $OUT, or in the folder for
+temporary files. They measure in turns, prompt by prompt, and some steps each.
 Groups are the shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and head.
 
 - `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are
@@ -88,7 +87,6 @@ GROUPS = {
 LARGE_GIB = 120  # of a GPU's memory, where the engines of any group have room
 MOST_TOKENS = 65536  # of a case on other GPUs, if the group has a long one
 TURNS, TURN = (2, 3) if TINY else (6, 16)  # of steps, and steps of a turn; the first one of each turn is not timed
-LATENTS_FROM = (0, 32)
 SECONDS = 300  # for an answer of an engine
 TOO_FAR = 1.0  # nats from BF16; two unrelated models are about 4 apart
 
@@ -116,10 +114,6 @@ def measure(case: str) -> Iterator[dict]:
     ) and not _is_large():
         left_out(case, f"it needs a GPU with {LARGE_GIB} GiB")
         return
-    if name.startswith("mla") and (release := vllm_release()) < LATENTS_FROM:
-        had, needed = (".".join(map(str, one)) for one in (release, LATENTS_FROM))
-        left_out(case, f"vLLM {had} has no plugins for latents, {needed} has")
-        return
     engines = Engines.of(name)
     if kind in ("check", "alone", "hit"):
         found = engines.checks if kind == "check" else getattr(engines, kind)(*numbers)
@@ -135,11 +129,6 @@ def measure(case: str) -> Iterator[dict]:
             "all_ms": [round(one, 3) for one in milliseconds],
             **engines.profiles[impl],
         }
-
-
-def vllm_release() -> tuple[int, ...]:
-    """Of the installed vLLM, as (0, 33)."""
-    return tuple(map(int, version("vllm").split(".")[:2]))
 
 
 def releases() -> dict[str, str]:

@@ -1,10 +1,7 @@
-"""The models: shapes, weights, and what vLLM 0.26 lacks for them."""
+"""The models: shapes and weights."""
 
 import os
-import sys
-import tempfile
 import zlib
-from pathlib import Path
 
 TINY = os.environ.get("TINY") == "1"
 VOCABULARY = 512 if TINY else 65536
@@ -41,8 +38,9 @@ MODELS = {
         },
     },
     "qwen3.5": SHAPE | {  # half of Qwen3.5-9B's layers: of 4, one is full attention and 3 are gated delta nets
-        "architectures": ["Qwen35Text"], "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
-        "num_hidden_layers": 16, "num_key_value_heads": 4, "hidden_act": "silu", "tie_word_embeddings": False,
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 16, "num_key_value_heads": 4, "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4,
@@ -102,82 +100,14 @@ def fill(model):
 
 
 def prepare(model, impl):
-    """Give models weights that make answers, and Qwen3.5 what vLLM 0.26 lacks: a class without pictures, and states as
-    large as blocks of pages."""
+    """Give models weights that make answers. On a CPU, serve layers with latents or a state (`run_engine`)."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    DummyModelLoader.load_weights = lambda self, model, config: fill(model)
-    if "kv_lora_rank" in MODELS[model] and impl == "fp8attn":
-        from vllm.platforms import current_platform
-
-        if current_platform.is_cpu():
-            from tests.vllm.run_engine import serve_latents
-
-            serve_latents()
-    if model != "qwen3.5":
-        return
-    if impl == "fp8attn":
-        with_states()
-    from filelock import FileLock
-    from vllm import ModelRegistry
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-    from vllm.model_executor.models.interfaces import IsHybrid
-    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-
-    class Qwen35Text(Qwen3_5ForCausalLM, IsHybrid):
-        get_mamba_state_dtype_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_dtype_from_config
-        get_mamba_state_shape_from_config = Qwen3_5ForConditionalGeneration.get_mamba_state_shape_from_config
-        get_mamba_state_copy_func = Qwen3_5ForConditionalGeneration.get_mamba_state_copy_func
-
-    ModelRegistry.register_model("Qwen35Text", Qwen35Text)
-    tune = QwenGatedDeltaNetAttention._warmup_prefill_kernels
-
-    def tune_alone(self, *args):
-        if not self._prefill_kernels_warmed_up:
-            few_configs()
-            with FileLock(Path(tempfile.gettempdir()) / "fp8attn-vllm-tune.lock"):
-                tune(self, *args)
-
-    QwenGatedDeltaNetAttention._warmup_prefill_kernels = tune_alone
-
-
-def few_configs():
-    """Of the 100 kernels that delta nets compile to choose from, the 23 with 4 warps and 2 or 3 stages: all would take
-    a minute or two.
-    """
-    from triton.runtime.autotuner import Autotuner
-
-    for module_name, module in list(sys.modules.items()):
-        if "flash_linear_attention" in module_name:
-            for kernel in list(vars(module).values()):
-                while kernel is not None and not isinstance(kernel, Autotuner):
-                    kernel = getattr(kernel, "fn", None)
-                if kernel is not None:
-                    few = [config for config in kernel.configs if config.num_warps == 4 and config.num_stages in (2, 3)]
-                    kernel.configs = few or kernel.configs
-
-
-def with_states():
-    """The plugin refuses vLLM before 0.28, where a state is as large as a block of vLLM's FP8. Here it is as large as a
-    block of ours.
-    """
     from vllm.platforms import current_platform
 
-    from fp8attn.formats.spec import PageSpec
-    from fp8attn.integrations.vllm import supported
-
-    supported.BACKEND_IS_ASKED = True
-    platform = type(current_platform)
-    align = platform._align_hybrid_block_size.__func__
-
-    def with_pages(cls, config, backend):
-        align(cls, config, backend)
-        model, cache = config.model_config, config.cache_config
-        token = model.get_num_kv_heads(config.parallel_config) * PageSpec.of(model.get_head_size()).layout.token_bytes
-        cache.mamba_page_size_padded = cache.block_size * token
-
-    platform._align_hybrid_block_size = classmethod(with_pages)
-    if current_platform.is_cpu():
-        from tests.vllm.run_engine import clear_whole_blocks
+    DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    if impl == "fp8attn" and current_platform.is_cpu():
+        from tests.vllm.run_engine import clear_whole_blocks, serve_latents
 
         clear_whole_blocks()
+        if "kv_lora_rank" in MODELS[model]:
+            serve_latents()
