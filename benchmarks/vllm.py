@@ -4,7 +4,8 @@ It needs an environment with vLLM 0.33, which was measured, and this package. `m
 attention with so many heads. Weights are random, and equal for all caches. The engines of a group, each in a process of
 its own, start side by side and stay until a case of another group comes; their logs are in $OUT, or in the folder for
 temporary files. They measure in turns, prompt by prompt, and some steps each.
-Groups are the shapes, and `llama_per_token`: Llama's shape, with vLLM's caches of a scale for each token and head.
+Groups are the shapes, and two more of Llama's shape: `llama_drafts`, whose steps verify three drafts by n-grams of each
+sequence; and `llama_per_token`, with vLLM's caches of a scale for each token and head.
 
 - `GROUP-check` is measured at the start of the engines: how far log-probabilities of prompts and of greedy tokens are
   from those of BF16.
@@ -13,7 +14,8 @@ Groups are the shapes, and `llama_per_token`: Llama's shape, with vLLM's caches 
   (`nats_from_bf16`), and among 65 others from its own alone (`nats_from_alone`).
 - `mla16-hit-S32768`: the same of a request whose prompt is in the prefix cache (`cached_tokens` of it): from those of
   BF16, and from its own of before (`nats_from_first`).
-- `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each.
+- `GROUP-decode-B16-S2048`: `ms` of an engine's step in which 16 sequences of 2,048 tokens make a token each, or with
+  drafts at least one.
 
 Both have all that vLLM does around attention. Of a last turn, torch's profiler gives the time of all kernels
 (`kernels_ms`), of those of attention (`attention_ms`), and from the beginning of the first to the end of the last
@@ -48,6 +50,7 @@ ALONE = ((8, 8192), (66, 8192), (66, 32768), (8, 131072))
 PROMPTS = {300: 2} if TINY else {2048: 8, 8192: 6, 32768: 3}  # tokens: repetitions
 STEPS = ((2, 300),) if TINY else ((16, 2048), (8, 8192), (4, 32768))  # sequences, tokens
 SMALL_STEPS = ((1, 1024), (4, 1024), (8, 1024), (1, 8192), (2, 8192))
+DRAFT_STEPS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (16, 2048))
 
 
 class Group(NamedTuple):
@@ -60,6 +63,8 @@ class Group(NamedTuple):
         steps: as `STEPS`.
         alone: sequences and tokens, as `STEPS`, of requests that are alone and among others.
         hit: tokens of a prompt that is in the prefix cache; 0: none.
+        prompts: tokens of prompts that are timed.
+        drafts: of each sequence in a step, by n-grams.
     """
 
     shape: str
@@ -68,11 +73,14 @@ class Group(NamedTuple):
     steps: tuple[tuple[int, int], ...] = STEPS
     alone: tuple[tuple[int, int], ...] = ()
     hit: int = 0
+    prompts: tuple[int, ...] = tuple(PROMPTS)
+    drafts: int = 0
 
 
 GROUPS = {
     "llama": Group("llama", long=0 if TINY else 131072, steps=STEPS if TINY else (*STEPS, *SMALL_STEPS, (64, 2048))),
     "gemma3": Group("gemma3"), "gemma4": Group("gemma4"), "qwen3.5": Group("qwen3.5"),
+    "llama_drafts": Group("llama", steps=STEPS if TINY else DRAFT_STEPS, prompts=(), drafts=3),
     "llama_per_token": Group("llama", PER_TOKEN, steps=STEPS[:2]),  # five engines have no room for the third
     **{
         f"mla{heads}": Group(
@@ -94,7 +102,7 @@ TOO_FAR = 1.0  # nats from BF16; two unrelated models are about 4 apart
 def _cases() -> Iterator[str]:
     for name, group in GROUPS.items():
         yield f"{name}-check"
-        yield from (f"{name}-prefill-S{length}" for length in (*PROMPTS, *([group.long] if group.long else [])))
+        yield from (f"{name}-prefill-S{length}" for length in (*group.prompts, *([group.long] if group.long else [])))
         yield from (
             f"{name}-decode-B{batch}-S{length}"
             for batch, length in (*group.steps, *([(1, group.long)] if group.long else []))
@@ -191,7 +199,7 @@ class Engines:
         shape, long = self.group.shape, self.group.long if _is_large() else 0
         most = max(sequences for sequences, _ in (*self.group.steps, *self.group.alone))
         start = lambda impl: self.ask(  # noqa: E731
-            impl, "start", shape, impl, self.folder.name, str(self.log(impl)), most, long
+            impl, "start", shape, impl, self.folder.name, str(self.log(impl)), most, long, self.group.drafts
         )
         try:
             with ThreadPoolExecutor() as pool:
@@ -299,7 +307,7 @@ class Engines:
     def steps(self, batch: int, length: int) -> dict[str, list[float]]:
         """Milliseconds of steps. All engines keep their sequences while the others make steps."""
         for impl in self.processes:
-            self.ask(impl, "begin", batch, length, (TURNS + 3) * TURN)
+            self.ask(impl, "begin", batch, length, (TURNS + 3) * TURN * (1 + self.group.drafts))
         times = self.turns(TURNS, "steps", batch, TURN)
         self.profiles = {impl: self.ask(impl, "profile", "steps", batch, TURN, 0) for impl in self.processes}
         for impl in self.processes:

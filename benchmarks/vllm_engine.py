@@ -48,6 +48,8 @@ ATTENTION = (
 )
 
 _llm: Any = None  # of this process
+_tokens = range(2, VOCABULARY)  # of prompts
+FEW_TOKENS = range(2, 66)  # of prompts and answers with drafts by n-grams, which then always find some
 
 
 def serve(request: str, *arguments: Any) -> Any:
@@ -55,7 +57,7 @@ def serve(request: str, *arguments: Any) -> Any:
     return ANSWERS[request](*arguments)
 
 
-def start(model: str, impl: str, folder: str, log: str, most: int, long: int) -> float:
+def start(model: str, impl: str, folder: str, log: str, most: int, long: int, drafts: int) -> float:
     """Start the engine. Returns the seconds that it took.
 
     Args:
@@ -63,8 +65,9 @@ def start(model: str, impl: str, folder: str, log: str, most: int, long: int) ->
         log: the file for all that the engine prints.
         most: sequences of a step.
         long: tokens of the longest prompt, if it is longer than `LONGEST`.
+        drafts: of each sequence in a step.
     """
-    global _llm
+    global _llm, _tokens
     begun = time.perf_counter()
     with open(log, "wb") as file:
         for number in (1, 2):
@@ -90,6 +93,12 @@ def start(model: str, impl: str, folder: str, log: str, most: int, long: int) ->
     if caches_latents and impl == "fp8attn":
         options["attention_backend"] = "FP8ATTN_MLA"
     options["kv_cache_memory_bytes"] = bytes_16 * 5 // 8 if "kv_cache_dtype" in options else bytes_16
+    if drafts:
+        _tokens = FEW_TOKENS
+        options["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 1
+        }  # fmt: skip
+        graphs = [size * (drafts + 1) for size in graphs]
     if on_gpu:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -97,12 +106,11 @@ def start(model: str, impl: str, folder: str, log: str, most: int, long: int) ->
             90
         )  # kept for the keys of all kernels: torch.compile sets another ptxas, and `compile_kernels` has this one
     else:
-        options = (
-            {"kv_cache_dtype": "fp8"} if "kv_cache_dtype" in options else {}
-        )  # the plugin replaces the CPU's backend
+        kept = ("kv_cache_dtype", "speculative_config")  # the plugin replaces the CPU's backend
+        options = {name: options[name] for name in kept if name in options}
     _llm = LLM(
         str(config), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", seed=0,
-        max_num_seqs=graphs[-1],
+        max_num_seqs=graphs[-1] // (drafts + 1),
         # Beside the steps of others, too, chunks of latents are of CHUNK tokens: a chunk attends to what is stored of
         # the tokens before it.
         max_num_batched_tokens=CHUNK + graphs[-1] if caches_latents else CHUNK,
@@ -206,13 +214,16 @@ def again(length: int) -> tuple[list, list, int]:
 
 def prompt(length: int, seed: int) -> dict:
     draw = random.Random(f"{seed}-{length}")
-    return {"prompt_token_ids": [draw.randrange(2, VOCABULARY) for _ in range(length)]}
+    return {"prompt_token_ids": draw.choices(_tokens, k=length)}
 
 
 def sampling(tokens: int, **more: Any) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
+    allowed = list(_tokens) if _tokens is FEW_TOKENS else None
+    return SamplingParams(
+        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, allowed_token_ids=allowed, **more
+    )
 
 
 def timed_prompt(length: int, turn: int) -> float:

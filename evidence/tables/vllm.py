@@ -44,7 +44,7 @@ def vllm_times() -> str:
             for case in cases
         ]  # fmt: skip
         head = [
-            NAMES[group.shape],
+            NAMES[group.shape] + f", {group.drafts} drafts" * (group.drafts > 0),
             *(f"{title}: {impl}, ms" for impl in impls.values()),
             *(f"{impls[impl]} over fp8attn" for impl in others),
         ]

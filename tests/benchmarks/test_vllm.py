@@ -112,12 +112,21 @@ def test_caches_of_a_scale_a_token_are_measured_beside_ours_on_a_large_gpu(engin
         impl: ms for impl, ms in (MS | PER_TOKEN_MS).items() if impl != "vllm-fp8"
     }
     assert {asked[2:4] for asked in engines.asked if asked[1] == "start"} == {("llama", row["impl"]) for row in rows}
-    assert {asked[-1] for asked in engines.asked if asked[1] == "start"} == {0}  # the room of cases without a long one
+    # The room of cases without a long one, and no drafts.
+    assert {asked[-2:] for asked in engines.asked if asked[1] == "start"} == {(0, 0)}
     vllm.end()
     engines.asked.clear()
     monkeypatch.setattr(vllm, "_is_large", lambda: False)
     assert not [*vllm.measure("llama_per_token-check")] and not engines.asked
     assert "llama_per_token-check is left out: it needs a GPU with 120 GiB" in capsys.readouterr().out
+
+
+def test_sequences_with_drafts_live_longer(engines):
+    """A step may make a token of each draft, and one more."""
+    [*_] = vllm.measure("llama_drafts-decode-B8-S8192")
+    assert {asked[-1] for asked in engines.asked if asked[1] == "start"} == {3}
+    assert {asked[-1] for asked in engines.asked if asked[1] == "begin"} == {4 * (vllm.TURNS + 3) * vllm.TURN}
+    assert not any(case.startswith("llama_drafts-prefill") for case in vllm.CASES)
 
 
 def test_a_request_is_compared_with_itself_alone(engines):
@@ -133,7 +142,7 @@ def test_a_request_is_compared_with_itself_alone(engines):
         "case": "mla16-hit-S32768", "impl": "fp8attn", "cached_tokens": 256, "nats_from_bf16": 1.0,
         "nats_from_first": 0.5,
     }  # fmt: skip
-    assert {asked[-2:] for asked in engines.asked if asked[1] == "start"} == {(66, 131072)}  # sequences, tokens
+    assert {asked[-3:-1] for asked in engines.asked if asked[1] == "start"} == {(66, 131072)}  # sequences, tokens
 
 
 def test_rows_become_tables(monkeypatch, tmp_path):
@@ -164,7 +173,7 @@ def test_rows_become_tables(monkeypatch, tmp_path):
 
 
 def test_cases_are_named_in_words():
-    assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS, "llama_per_token"}
+    assert {case.partition("-")[0] for case in vllm.CASES} == {*MODELS, "llama_drafts", "llama_per_token"}
     assert {group.shape for group in vllm.GROUPS.values()} == {*MODELS}
     assert "mla128-alone-B66-S8192" in vllm.CASES and "mla16-decode-B1-S131072" in vllm.CASES
     assert "mla128-alone-B66-S32768" not in vllm.CASES  # its prompts alone would take minutes
