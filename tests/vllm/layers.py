@@ -37,7 +37,7 @@ def connected(name, **own):
 def layer_impl(
     monkeypatch, additional_config=None, checkpoint="a model without a folder", rank=0, ranks=1, connector=None,
     sleep=False, name=LAYER,
-    target=None, recipe=None, **options,
+    target=None, recipe=None, reads=None, **options,
 ):  # fmt: skip
     model = SimpleNamespace(
         use_mla=False, is_hybrid=False, get_total_num_kv_heads=lambda: ranks * HEADS,
@@ -61,6 +61,7 @@ def layer_impl(
     made = FP8AttentionImpl(GROUP * HEADS, D, 0.125, HEADS, kv_cache_dtype="fp8", **options)
     layer = torch.nn.Module()
     layer.impl, layer.layer_name, layer._k_scale = made, name, torch.ones(1)
+    layer.kv_sharing_target_layer_name = reads
     layer.get_kv_cache_spec = lambda config: FullAttentionSpec(**PLAIN)
     config.compilation_config.static_forward_context[name] = layer
     made.process_weights_after_loading(torch.bfloat16)

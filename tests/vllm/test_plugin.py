@@ -162,10 +162,6 @@ def good(**changes):
         ),
         ({"dtype": torch.float32}, "pass --dtype bfloat16"),
         ({"diffusion_config": SimpleNamespace(canvas_length=256)}, "later ones .* has causal attention only"),
-        (
-            {"speculative_config": SimpleNamespace(use_gemma4_mtp=lambda: True)},
-            r"draft layers of Gemma 4 \(MTP\) .* another method",
-        ),
         ({"kv_transfer_config": connected("LMCacheConnectorV1")}, "LMCachePagesConnector"),
         (
             {"kv_transfer_config": connected("ExampleConnector"), "block_size": 256},
@@ -192,7 +188,7 @@ def test_a_recipe_of_layers_is_obeyed_or_refused(monkeypatch):
     own, other = "model.layers.3.self_attn", "model.layers.0.self_attn"
     for served in (None, {"quant_method": "fp8"}, recipe(other, own), {"quantization": recipe(own)}):
         assert layer_impl(monkeypatch, recipe=served)[0].engine_layer is not None
-    assert layer_impl(monkeypatch, recipe=recipe(other), kv_sharing_target_layer_name=other)[0].engine_layer is not None
+    assert layer_impl(monkeypatch, recipe=recipe(other), reads=other)[0].engine_layer is not None
     for refused in (recipe(other), {"quantization": recipe(own, algorithm="NVFP4")}):
         with pytest.raises(UsageError, match=rf"does not have {LAYER} in FP8. .* choose the backend by the dtype of"):
             layer_impl(monkeypatch, recipe=refused)

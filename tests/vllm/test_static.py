@@ -48,17 +48,27 @@ def test_what_is_static_outlives_sleep(builder, monkeypatch, file_of_scales):
     assert torch.equal(prompt(builder, made, layer, cache), expected)
 
 
-def test_a_layer_that_shares_pages_has_the_means_of_its_target(monkeypatch, file_of_scales):
-    target, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}})
-    name = "model.layers.1.self_attn.attn"
-    made, _ = layer_impl(
-        monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name, kv_sharing_target_layer_name=LAYER
-    )
-    assert target.engine_layer.writes and not made.engine_layer.writes
-    for mean, expected in zip(means_of(made), means_of(target), strict=True):
-        assert expected.any() and torch.equal(mean, expected)
-    own_pages, _ = layer_impl(monkeypatch, {"fp8attn": {"scales": file_of_scales}}, name=name)
-    assert not own_pages.engine_layer.has_means  # its own number has none
+@pytest.mark.parametrize("late", [False, True])
+def test_a_layer_reads_the_pages_of_another(builder, monkeypatch, file_of_scales, late):
+    """It has the means of that layer, although the file has none for its own number. vLLM says which layer that is
+    before the weights are loaded, or for draft layers of Gemma 4 (MTP) after. It gives such a layer no keys and values.
+    """
+    options = {"fp8attn": {"scales": file_of_scales}}
+    target, beside = layer_impl(monkeypatch, options)
+    made, layer = layer_impl(monkeypatch, options, name="model.layers.1.self_attn.attn", reads=None if late else LAYER)
+    layer.kv_sharing_target_layer_name = LAYER
+    made._config.compilation_config.static_forward_context[LAYER] = beside
+    cache = torch.zeros(4, HEADS, 128, 2 * D + 1, dtype=torch.uint8)
+    q, k, v = (torch.randn(200, heads, D) + 1 for heads in (GROUP * HEADS, HEADS, HEADS))
+    step = builder.build(0, Step([200], [200], [[1, 2]]))
+    expected = target.forward(beside, q, k, v, cache, step, q * 0)
+    written = cache.clone()
+    assert torch.equal(made.forward(layer, q, None, None, cache, step, q * 0), expected)
+    assert torch.equal(cache, written) and expected.isfinite().all()
+    for mean, same in zip(means_of(made), means_of(target), strict=True):
+        assert same.any() and mean is same
+    again, _ = layer_impl(monkeypatch, options, name="model.layers.1.self_attn.attn")
+    assert not again.engine_layer.has_means  # its own number has none
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -255,7 +255,9 @@ def test_static_scales(builder, monkeypatch, tmp_path):
         (made, refused),
         (SimpleNamespace(), "layers.2.self_attn.attn has another attention backend .* leave out static"),
     ):
-        other = SimpleNamespace(kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=impl)
+        other = SimpleNamespace(
+            kv_cache=cache, layer_name="model.layers.2.self_attn.attn", impl=impl, kv_sharing_target_layer_name=None
+        )
         made._config.compilation_config.static_forward_context["other"] = other
         made.engine_layer.pool = None
         with pytest.raises(UsageError, match=reason):

@@ -80,9 +80,9 @@ def test_two_layers_share_pages():
     torch.manual_seed(0)
     memory = torch.zeros(4, 1, KV_HEADS * PageSpec.of(D).layout.nbytes, dtype=torch.uint8)
     writer, reader = (
-        EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu", writes=writes)
-        for writes in (True, False)
+        EngineLayer(HEADS, KV_HEADS, D, options=Options(), static=StaticState(), device="cpu") for _ in range(2)
     )
+    reader.read_from(writer)
     table, lengths, bounds = (torch.tensor(x, dtype=torch.int32) for x in ([[2, 1]], [140], [0, 140]))
     step = step_of(
         lengths,

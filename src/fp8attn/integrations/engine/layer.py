@@ -33,7 +33,6 @@ class EngineLayer:
         static: what is static in its pages.
         softmax_scale: None: 1 / sqrt(head_dim).
         window, softcap, sinks: as `fp8attn.attention` takes them.
-        writes: whether the layer writes its pages. Otherwise another layer does, with the same static state.
         batch_invariant: as `fp8attn.attention` takes it.
         mark: of its pages (`marks.mark_of`), if other engines may bring some.
         name: of the layer, for errors.
@@ -52,14 +51,13 @@ class EngineLayer:
         window: int | None = None,
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
-        writes: bool = True,
         batch_invariant: bool = False,
         mark: int | None = None,
         name: str = "",
     ) -> None:
         spec = PageSpec.of(head_dim, options.key_dtype)
         self.num_q_heads, self.num_kv_heads, self.head_dim = num_q_heads, num_kv_heads, spec.k_dim
-        self.options, self.static, self.writes, self.mark, self.name = options, static, writes, mark, name
+        self.options, self.static, self.mark, self.name = options, static, mark, name
         self.softmax_scale = spec.k_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.softcap, self.sinks = window, softcap, sinks
         self.batch_invariant = batch_invariant
@@ -67,6 +65,7 @@ class EngineLayer:
             None if x is None else torch.empty_like(x, device=device) for x in static
         )
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
+        self.writes = True
         self.format = KVFormat.of(spec, options.key_dtype, True).with_means(stored_k_mean, v_mean)
         self.write_static()
 
@@ -77,6 +76,11 @@ class EngineLayer:
         ):
             if tensor is not None and value is not None:
                 tensor.copy_(value)
+
+    def read_from(self, other: EngineLayer) -> None:
+        """Read the pages of another layer, and write none. Call it before `bind`."""
+        self.writes, self.static = False, other.static
+        self.format, self.page_scales = other.format, other.page_scales
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -26,7 +26,6 @@ class LayerPages:
 
     _config: Any  # vLLM's
     engine_layer: EngineLayer | None
-    _target: str | None = None  # the layer whose pages this one reads, if it writes none
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
         """The pages of vLLM's layer."""
@@ -40,7 +39,8 @@ class LayerPages:
             if getattr(layer, "impl", None) is not self:
                 continue
             if self.engine_layer is None:
-                if reason := unsupported_recipe(self._config.model_config, self._target or layer.layer_name):
+                writer = getattr(layer, "kv_sharing_target_layer_name", None) or layer.layer_name
+                if reason := unsupported_recipe(self._config.model_config, writer):
                     raise UsageError(f"fp8attn cannot serve this model: {reason}")
                 self.engine_layer = self._engine_layer(layer)
             else:
@@ -83,12 +83,11 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.window, self.softcap, self.sinks = sliding_window, logits_soft_cap or None, sinks
-        self._target = kv_sharing_target_layer_name
         self._config = config
         self.engine_layer: EngineLayer | None = None  # from when the weights are loaded
 
     def _engine_layer(self, layer: Any) -> EngineLayer:
-        model, name = self._config.model_config, self._target or layer.layer_name
+        model, name = self._config.model_config, layer.layer_name
         total, ranks = model.get_total_num_kv_heads(), get_tensor_model_parallel_world_size()
         first = get_tensor_model_parallel_rank() * total // ranks
         served = ServedModel(
@@ -117,7 +116,7 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
                 options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size
             ),
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
-            writes=self._target is None, batch_invariant=envs.VLLM_BATCH_INVARIANT, mark=mark, name=layer.layer_name,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT, mark=mark, name=name,
         )  # fmt: skip
 
     def _impls(self) -> list[FP8AttentionImpl]:
@@ -149,6 +148,11 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         engine_layer = self.engine_layer
         assert engine_layer is not None, "vLLM calls process_weights_after_loading before"
         if not engine_layer.is_bound(kv_cache):
+            # Of draft layers (Gemma 4's) vLLM says it after the weights are loaded.
+            if (target := layer.kv_sharing_target_layer_name) is not None:
+                other = self._config.compilation_config.static_forward_context[target].impl.engine_layer
+                assert other is not None
+                engine_layer.read_from(other)
             if engine_layer.writes_at_the_start:
                 self._check_blocks(layer, kv_cache, engine_layer.has_static_scales)
             engine_layer.bind(kv_cache)
@@ -168,7 +172,7 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
                     f"{other.layer_name} has another attention backend (as a draft model may have), and then vLLM "
                     f"clears blocks, with what fp8attn has written into them once: {remedy}"
                 )
-            if blocks.data_ptr() != kv_cache.data_ptr() or other.impl._target is not None:
+            if blocks.data_ptr() != kv_cache.data_ptr() or other.kv_sharing_target_layer_name is not None:
                 continue
             if static_scales:
                 reason = "as in models with and without windows"

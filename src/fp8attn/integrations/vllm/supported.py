@@ -130,13 +130,6 @@ def unsupported_config(config: Any, options: Options, latents: bool = False) -> 
         )
     if parallel.decode_context_parallel_size > 1:
         return _DCP
-    if getattr(config.speculative_config, "use_gemma4_mtp", lambda: False)():  # not in all releases
-        # vLLM sets the target on its layer (`Gemma4Proposer._setup_gemma4_kv_sharing`), after the weights are loaded;
-        # other models give it to the backend's `__init__`.
-        return (
-            "the draft layers of Gemma 4 (MTP) read K and V of its own layers, and vLLM does not tell the backend of "
-            "which; use another method in --speculative-config, or leave it out"
-        )
     if config.scheduler_config.disable_hybrid_kv_cache_manager and model.get_sliding_window():
         return "--disable-hybrid-kv-cache-manager makes other blocks for layers with a window; leave it out"
     if model.enable_sleep_mode and (option := _option_that_writes_once(config, options)):
