@@ -2,9 +2,10 @@
 descriptors. And lets it multiply unsigned bytes.
 
 **Copies.** Triton 3.9 copies each register of a left operand by a `mov` before each product (triton-lang/triton#9530),
-because ptxas before 13.3 could overwrite a register that a running product still read (#9433 there). Since 13.3 ptxas
-waits for the product, and also keeps each copy until then. Prefill multiplies the same weights two to five times, so
-copies took up to 32 registers of a thread, and its loops spilled. `without_copies` removes them.
+because ptxas before 13.3 could overwrite a register that a running product still read (#9433 there). Before 13.3 ptxas
+merges the copies, and they stay. Since 13.3 it waits for the product, and also keeps each copy until then. Prefill
+multiplies the same weights two to five times, so copies took up to 32 registers of a thread, and its loops spilled.
+`without_copies` removes them.
 
 **Descriptors.** A descriptor of a right operand has a shared memory address, without its last four bits, in its low
 bits, and constants above them. A product of 128 columns takes four, at constant distances. Triton 3.9 makes each from
@@ -42,7 +43,7 @@ from triton import knobs
 Which = Literal["none", "sums", "all", "unsigned"]
 
 # a change of `_rewritten` or what it calls needs another number
-KEY = "fp8attn: left operands of wgmma without copies, 3: "
+KEY = "fp8attn: left operands of wgmma without copies, 4: "
 NOTE = "fp8attn_operands"  # of a kernel's metadata: why Triton's copies stayed, or `DIRECT`
 DIRECT = "direct"
 SAFE_PTXAS = (13, 3)  # the first that overwrites no operand of a running product
@@ -136,14 +137,11 @@ def _rewritten(ptx: str, which: Which, backend: Any, metadata: dict[str, Any]) -
 
     if which == "unsigned":
         return unsigned_products(ptx)
-    release = ptxas_release(get_ptxas_version(backend.target.arch))
     metadata[NOTE] = DIRECT
     ptx = wide_descriptors(ptx)
+    if ptxas_release(get_ptxas_version(backend.target.arch)) < SAFE_PTXAS:
+        return ptx  # it merges the copies, and without them it overwrites operands of running products
     try:
-        if release < SAFE_PTXAS:
-            raise Unsafe(
-                f"ptxas {'.'.join(map(str, release))} may overwrite operands of running products, so they are copied"
-            )
         return without_copies(ptx, which)
     except Unsafe as reason:
         metadata[NOTE] = str(reason)

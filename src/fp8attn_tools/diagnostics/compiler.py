@@ -8,6 +8,7 @@ from pathlib import Path
 
 MEASURED: dict[tuple[int, ...], tuple[int, ...]] = {
     (3, 6): (12, 8),
+    (3, 8): (12, 9),
     (3, 9): (13, 4),
 }  # by Triton, the ptxas with which it was measured
 COPIES = (3, 9)  # the first Triton whose copies of wgmma's operands cost time
