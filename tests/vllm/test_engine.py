@@ -4,7 +4,6 @@ half a minute.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +16,6 @@ import torch
 import transformers
 
 pytest.importorskip("vllm")
-
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from fp8attn.integrations.vllm import NAME, ON_CPU
 from tests.integrations.engine.models import qwen2
@@ -54,9 +51,9 @@ def test_chunks_speculation_and_two_processes(plain, way):
 
 
 def test_an_engine_after_one_that_was_killed(plain):
-    """In a step, by the signal that Linux sends when memory is used up."""
+    """In a step."""
     found = answers("prefix-caching", killed=True)
-    assert found["killed"] == -signal.SIGKILL
+    assert found["killed"]
     check_near_ties(found, plain)
 
 
@@ -178,7 +175,7 @@ def test_the_server_answers():
         "--port",
         url.rpartition(":")[2],
         "--attention-backend",
-        NAME if hasattr(AttentionBackendEnum, "register") else "CUSTOM",
+        NAME,
     ]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, *options]
     server = subprocess.Popen(command, env=os.environ | ENVIRONMENT | variables)
