@@ -131,31 +131,25 @@ def compile_kernels(model: str) -> int:
     """Compile our kernels of a model, beside the start of the engines, which wait for this lock.
     Returns their number.
     """
-    import torch
     import triton
     from filelock import FileLock
 
-    from fp8attn import warmup
+    from fp8attn import precompile
+    from fp8attn.precompile.calls import Layer
 
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     shape = MODELS[model]
     if "kv_lora_rank" in shape:  # the plugin compiles these kernels by running them
         return 0
-    windows = ("window",) if "sliding_window" in shape else ()
-    heads = [(shape["num_key_value_heads"], shape["head_dim"], windows)]
-    if "global_head_dim" in shape:
-        heads.append((shape["num_global_key_value_heads"], shape["global_head_dim"], ()))
+    heads, kv_heads, head_dim = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    full = shape.get("num_global_key_value_heads", kv_heads), shape.get("global_head_dim", head_dim)
+    layers = [Layer(heads, *full, backend="auto", advance=False)]
+    if "sliding_window" in shape:
+        windows = frozenset({"window"})
+        layers.append(Layer(heads, kv_heads, head_dim, backend="auto", advance=False, attention=windows))
     with FileLock(folder / "fp8attn.lock"):
-        return sum(
-            len(
-                warmup(
-                    num_q_heads=shape["num_attention_heads"], num_kv_heads=num_kv_heads, head_dim=head_dim,
-                    dtype=torch.bfloat16, attention=attention, advance=False,
-                )
-            )
-            for num_kv_heads, head_dim, attention in heads
-        )  # fmt: skip
+        return len(precompile.compile_kernels(layers, "cuda"))
 
 
 def check() -> tuple[list[float], list[int]]:

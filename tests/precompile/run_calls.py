@@ -31,7 +31,7 @@ from fp8attn.kernels.machine import plan_for
 from fp8attn.pages import KVPages
 from fp8attn.params import BackendName
 from fp8attn.precompile import first
-from fp8attn.precompile.calls import Layer, calls_of
+from fp8attn.precompile.calls import LONG, Layer, calls_of
 from tests.support.machines import TARGETS
 
 LLAMA = Layer(32, 8, 128)
@@ -45,6 +45,8 @@ CASES = {
     "biases": [replace(Layer(28, 4, 128), k_mean=k, v_mean=v) for k in (False, True) for v in (False, True)],
     "calibrated": [replace(LLAMA, k_mean=True, v_mean=True, static_scales=True)],
     "an engine's": [replace(LLAMA, advance=False)],
+    "an engine's, window": [replace(Layer(8, 4, 256), advance=False, attention=frozenset(("window",)))],
+    "an engine's, d512": [replace(Layer(8, 1, 512), advance=False)],
     "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
     "softcap, window": [
         replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))
@@ -52,7 +54,12 @@ CASES = {
     "sinks, window": [replace(Layer(64, 8, 64), attention=frozenset(has)) for has in (("sinks",), ("sinks", "window"))],
 }
 PLAIN = {"llama", "d64", "d256", "d80"}  # cases of dense calls
-WITHOUT_DENSE = {"an engine's", "calibrated"}  # whose layers make none: their kernels must not be listed
+WITHOUT_DENSE = {
+    "an engine's",
+    "an engine's, window",
+    "an engine's, d512",
+    "calibrated",
+}  # whose layers make none: their kernels must not be listed
 
 
 def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
@@ -70,7 +77,7 @@ def sizes(seed: int, most: int) -> list[tuple[int, int, int]]:
         prompts.append(
             (n, draw.randint(1, max(1, min(64, (1 << 18) // n))), draw.choice((0, 0, draw.randrange(1, 100_000))))
         )
-    exact = [(n, 1, 0) for n in (5, 100, 1000, 4096, 9000, 32767, 32768)]
+    exact = [(n, 1, 0) for n in (5, 100, 1000, 4096, 9000, 32767, 32768)] + [(200, 1, 99_999)]
     return steps + prompts + exact
 
 
@@ -91,7 +98,9 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
 
 
 def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Random) -> None:
-    """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged."""
+    """Runs a prompt or a step of the layer: with equal lengths, with padding on the left, and ragged. An engine's have
+    bounds, but for prompts of one length.
+    """
     dtype = layer.dtype
     pages = held(layer, batch, before + tokens)
     has = layer.attention
@@ -105,12 +114,14 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
         0, 1
     )  # of a fused projection
     counted = {"static_scales": layer.static_scales, "advance": layer.advance}
-    ops.append(pages, k, k, **counted)
-    ops.attention(q, pages, **options)
-    ops.attention(q, pages, out=torch.empty_like(q), **options)
-    if "window" not in has and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
-        ops.attention(q, held(layer, batch, tokens), causal=False, **options)
-    ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
+    if layer.advance or tokens > LONG:
+        ops.append(pages, k, k, **counted)
+        ops.attention(q, pages, **options)
+        ops.attention(q, pages, out=torch.empty_like(q), **options)
+    if layer.advance:
+        if "window" not in has and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
+            ops.attention(q, held(layer, batch, tokens), causal=False, **options)
+        ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
     ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)

@@ -29,6 +29,7 @@ BATCHES = 1, 2, 4, 8, 64
 BEFORE = 0, 8, 64, 512
 MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
+LONG = 128  # new tokens above which sequences of one length have no bounds in an engine (`engine.steps`)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Layer:
         dtype: the dtype of queries, keys and values: bfloat16 or float16.
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
-        advance: whether appends advance the lengths, as `fp8attn.append` takes it.
+        advance: whether appends advance the lengths, as `fp8attn.append` takes it. An engine keeps them itself: its
+            calls are causal and without padding, and have the bounds of sequences unless they are `LONG`.
         attention: what its attention has (`params.options_of`).
     """
 
@@ -85,15 +87,17 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
             if batch * tokens > MOST:
                 break
             for before in BEFORE[:1] if few else BEFORE:
-                yield partial(attend, layer, batch, tokens, before)
-                yield partial(attend, layer, batch, tokens, before, leftpad=True)
+                if layer.advance:
+                    yield partial(attend, layer, batch, tokens, before, leftpad=True)
+                if layer.advance or tokens > LONG or "batch_invariant" in layer.attention:
+                    yield partial(attend, layer, batch, tokens, before)
                 for ragged in {batch * tokens, tokens + batch - 1}:
                     yield partial(attend, layer, batch, tokens, before, ragged=ragged)
-            if not few or tokens == 1:
+            if layer.advance and (not few or tokens == 1):
                 yield partial(attend, layer, batch, tokens, 0, causal=False)
             for causal in (True, False) if has_dense_calls else ():
                 yield partial(attend_new, dense, batch, tokens, causal)
-        for ragged in (False, True):
+        for ragged in (False, True) if layer.advance or tokens > LONG else (True,):
             yield partial(append, layer, tokens, ragged)
         if has_dense_calls:
             yield partial(from_dense, dense, tokens)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...formats.page_layout import PAGE_SIZE
+from ...precompile.calls import LONG
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class StepPart:
     Attributes:
         tokens: their tokens among those of the step.
         cu_seqlens: `[num_seqs + 1]` int32, the index in `tokens` of each sequence's first token, then their number;
-            None if the sequences have equal numbers of tokens.
+            None if the sequences are prompts with equal numbers of more than `LONG` tokens.
         max_seqlen: the largest number of new tokens of a sequence.
         cache_seqlens: `[num_seqs]` int32, with the new tokens.
         page_table: `[num_seqs, max_pages]` int32; of prompts as wide as the longest sequence of the step.
@@ -96,7 +97,7 @@ def step_of(
         # At new addresses: those inside the tensors are no multiples of 16 bytes, which need other kernels.
         if num_decodes:
             bounds, lengths = bounds - decode_tokens, lengths.clone()
-        equal = not num_decodes and num_prompts * max_seqlen == num_tokens
+        equal = not num_decodes and max_seqlen > LONG and num_prompts * max_seqlen == num_tokens
         # A table may be as wide as the longest request that may come. Plans follow the width.
         table = _of_prompts(table, num_decodes, -(-longest // PAGE_SIZE))
         parts.append(StepPart(slice(decode_tokens, num_tokens), None if equal else bounds, max_seqlen, lengths, table))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -15,40 +15,45 @@ import torch
 from filelock import FileLock
 
 from ...params import options_of
-from ...precompile import Kernel
-from ..warmup import warmup
+from ...precompile import Kernel, compile_kernels
+from ...precompile.calls import Layer
 from .layer import EngineLayer
 
 logger = logging.getLogger(__name__)
-_warm: set[str] = set()  # the calls of `warmup` that this process has made
+_warm: set[Layer] = set()  # whose kernels this process has
 
 
 def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the kernels of these layers, for all that they have in common."""
+    """Compile and load the kernels of these layers side by side, for all that they have in common."""
     import triton  # an engine for CPUs may lack it
 
     layers = list(layers)
     means = any(layer.has_means for layer in layers)
+    shapes = {shape for layer in layers for shape in _shapes(layer, dtype, means)} - _warm
+    if not shapes:
+        return
+    begun = time.perf_counter()
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for layer in layers:
-        attention = options_of(
-            window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
-            batch_invariant=layer.batch_invariant,
+    load = partial(compile_kernels, sorted(shapes, key=repr), device)
+    versions = metadata.version("fp8attn"), triton.__version__
+    kernels = _first(folder, (sorted(map(repr, shapes)), device, versions), load) or load()
+    _warm.update(shapes)
+    logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
+
+
+def _shapes(layer: EngineLayer, dtype: torch.dtype, means: bool) -> Iterator[Layer]:
+    """The layer's shapes, as it has or has not the means that some layers have."""
+    options = options_of(
+        window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
+        batch_invariant=layer.batch_invariant,
+    )  # fmt: skip
+    for has_means in [True] if layer.has_static_scales else [False, True] if means else [False]:
+        yield Layer(
+            layer.num_q_heads, layer.num_kv_heads, layer.head_dim, dtype=dtype, backend="auto",
+            key_dtype=layer.options.key_dtype, k_mean=has_means, v_mean=has_means,
+            static_scales=layer.has_static_scales, advance=False, attention=frozenset(options),
         )  # fmt: skip
-        options: dict[str, Any] = dict(
-            num_q_heads=layer.num_q_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, dtype=dtype,
-            key_dtype=layer.options.key_dtype, means=means, static_scales=layer.has_static_scales,
-            attention=sorted(attention), advance=False,
-        )  # fmt: skip
-        if (call := repr((options, device))) in _warm:
-            continue
-        begun = time.perf_counter()
-        load = partial(warmup, **options, device=device)
-        versions = metadata.version("fp8attn"), triton.__version__
-        kernels = _first(folder, (options, versions), load) or load()
-        _warm.add(call)
-        logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
 
 
 def _first(folder: Path, options: Any, compile: Callable[[], list[Kernel]]) -> list[Kernel] | None:

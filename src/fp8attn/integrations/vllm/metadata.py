@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...errors import UsageError
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
+from .impl import FP8AttentionImpl
 from .supported import NOT_CAUSAL, unsupported_on_cpu
 
 
@@ -72,8 +73,10 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             if (reason := unsupported_on_cpu(vllm_config)) is not None:
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
         else:
-            layers = vllm_config.compilation_config.static_forward_context
-            warm_up([layers[name].impl.engine_layer for name in layer_names], vllm_config.model_config.dtype, device)
+            layers = vllm_config.compilation_config.static_forward_context.values()  # of all groups of blocks
+            impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
+            ours = [impl.engine_layer for impl in impls if impl.engine_layer is not None]
+            warm_up(ours, vllm_config.model_config.dtype, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:

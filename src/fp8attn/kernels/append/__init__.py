@@ -38,6 +38,7 @@ from .step import MAX_PROGRAMS, step_kernel
 MAX_TOKENS = 16  # appends of up to this many tokens are written token by token, longer ones page by page
 MAX_STRIDE = 2**24 - 2**12  # of tokens: 128 of them, and a row, are less than 2^31 elements
 STEP_ELEMENTS = 512  # of K or V: what a program of a step holds, unless one head is more
+WARP_ELEMENTS = 512  # the most of these in a warp. With more, a kernel takes minutes to compile: its code is unrolled.
 NO_ROPE = (None,) * 17  # `page_kernel`'s arguments about RoPE
 PAGE_CHANNELS = 256  # of K or V that the registers of a program hold for all tokens of a page
 
@@ -194,7 +195,8 @@ def _step_plan(
     block = min(power_of_two(heads), max(1, STEP_ELEMENTS // (options.k.width * tokens)))
     block = max(block, power_of_two(-(-2 * heads // MAX_PROGRAMS)))
     options = replace(options, tokens=tokens, heads=block, hopper=machine(device).hopper)
-    constants = make_constants("step", device, OPTIONS=options, num_warps=4, enable_fp_fusion=False)
+    warps = max(4, block * tokens * options.k.width // WARP_ELEMENTS)
+    constants = make_constants("step", device, OPTIONS=options, num_warps=warps, enable_fp_fusion=False)
     return (num_seqs * 2 * -(-heads // block),), constants
 
 
