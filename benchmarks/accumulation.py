@@ -12,12 +12,15 @@ one over latents (`latent.py`), 128 heads, which are two blocks of rows. So of b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
+from fp8attn import scaled_dot_product_attention_quantized
+from fp8attn.formats.codec import FP8
 from fp8attn.kernels import decode, prefill
-from fp8attn_tools.diagnostics.accumulation import LENGTHS, kernels
+from fp8attn_tools.diagnostics.accumulation import LENGTHS, PROMPT, kernels
 from fp8attn_tools.diagnostics.accumulation import measure as accumulation
 
 from . import latent, peers
@@ -35,16 +38,32 @@ SHAPES = PROMPTS | STEPS | LATENTS
 CASES = {f"S{length}": length for length in LENGTHS} | SHAPES
 
 
+def ours(case: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Run]:
+    """Our implementation of a case over K and V."""
+    attention, queries = (prefill.prefill_attention, q) if case in PROMPTS else (decode.decode_attention, q.half())
+    return own(attention, ("fp8attn",), SHAPES[case], queries, k, v)
+
+
 def runs(case: str, mean: float) -> dict[str, Run]:
     """The 8-bit implementations of a case; of latents, the one in BF16, too."""
     shape = SHAPES[case]
     if case in LATENTS:
         return latent.runs(shape, mean)
-    q, k, v = shape.inputs(mean)
+    inputs = shape.inputs(mean)
     named = peers.PREFILL if case in PROMPTS else peers.DECODE
-    theirs = peers.runs(shape, q, k, v, [name for name in named if peers.CALLS[name].levels])
-    attention, queries = (prefill.prefill_attention, q) if case in PROMPTS else (decode.decode_attention, q.half())
-    return own(attention, ("fp8attn",), shape, queries, k, v) | theirs
+    theirs = peers.runs(shape, *inputs, [name for name in named if peers.CALLS[name].levels])
+    return ours(case, *inputs) | theirs
+
+
+def calls(case: str) -> dict[str, Callable]:
+    if case in LATENTS:
+        shape = LATENTS[case]
+        return {"fp8attn": latent.ours(shape, *latent.inputs(shape, 0.0)).call}
+    if case in SHAPES:
+        return {impl: run.call for impl, run in ours(case, *SHAPES[case].inputs()).items()}
+    heads = (PROMPT.heads, PROMPT.queries), (1, CASES[case]), (1, CASES[case])
+    q, k, v = (torch.zeros(1, count, tokens, PROMPT.channels, device=DEVICE).to(FP8) for count, tokens in heads)
+    return {"fp8attn hopper": partial(scaled_dot_product_attention_quantized, q, k, v)}
 
 
 def errors(case: str) -> Iterator[dict]:
