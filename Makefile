@@ -92,9 +92,7 @@ peers:
 
 # On a machine with a Hopper GPU, torch, Triton and transformers; installs nothing there. Without git, FP8ATTN_COMMIT says what is measured.
 gpu:
-	$(PYTHON) -m benchmarks.set 1
-	$(PYTHON) -m benchmarks.set 2
-	$(PYTHON) -m benchmarks.set 3
+	$(PYTHON) -m benchmarks.set --seconds 3600
 	$(PYTHON) -m evidence.pictures
 
 .venv/.base:

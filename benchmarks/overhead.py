@@ -101,6 +101,11 @@ def ops() -> dict[tuple[str, str], Callable]:
     }
 
 
+def calls_alone() -> Iterator[dict]:
+    for (name, impl), us in microseconds(ops()).items():
+        yield {"case": name, "impl": impl, "us": us}
+
+
 def model_steps() -> Iterator[dict]:
     """A prompt of 2,048 tokens and decode steps after it, batch 1, uncompiled: medians of the wall time. Caches take
     turns, a prompt and some steps each, because the host is now and then half as fast. The first turns compile kernels,
@@ -143,8 +148,7 @@ def model_steps() -> Iterator[dict]:
 
 @torch.inference_mode()
 def measure(case: str) -> Iterator[dict]:
-    if case == "model":
-        yield from model_steps()
-        return
-    for (name, impl), us in microseconds(ops()).items():
-        yield {"case": name, "impl": impl, "us": us}
+    """Rows whose cases begin with this one: `calls: relu`."""
+    made = model_steps() if case == "model" else calls_alone()
+    for row in made:
+        yield row | {"case": f"{case}: {row['case']}"}

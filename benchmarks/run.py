@@ -59,12 +59,9 @@ class Table:
         print("  " + "  ".join(cells), flush=True)
 
 
-def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) -> tuple[list[dict], dict[str, str]]:
+def measured(name: str, cases: Sequence[str]) -> tuple[list[dict], dict[str, str]]:
     """Measure cases of a benchmark, and print its rows as they come. Returns them, and the releases of the peers among
     them.
-
-    Raises:
-        TimeoutError: `time.monotonic()` was past `deadline` before a case.
     """
     import torch  # here, because listing does not need it
 
@@ -74,8 +71,6 @@ def measured(name: str, cases: Sequence[str], deadline: float = float("inf")) ->
     if hasattr(benchmark, "start"):
         benchmark.start(cases)
     for case in cases:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no time is left for {name} {case}")
         for row in benchmark.measure(case):
             table.add(row)
             rows.append(row)

@@ -1,17 +1,19 @@
-"""Measures the whole set of results, in three calls of at most ten minutes each.
+"""Measures the whole set of results. The same command again goes on where the last one ended.
 
-    python -m benchmarks.set 1             # kernels and calls, timed
-    python -m benchmarks.set 2             # two versions of Triton, shapes of video models; the accuracy of kernels
-    python -m benchmarks.set 3             # the GPU tests, and beside them models, which are not timed
-    python -m benchmarks.set 1 --plan      # prints what a call measures, with the expected seconds
-    python -m benchmarks.set 1 --only sdpa engine
+    python -m benchmarks.set                         # until all is measured, or 570 s are over
+    python -m benchmarks.set --plan                  # prints what is left to measure, with the expected seconds
+    python -m benchmarks.set --only sdpa engine      # some parts of the set
 
-Every benchmark writes its file `results/<device>/NAME.json` when it has measured all its cases. One that fails, or for
-which no time is left, writes none: the file that was there stays, the end of the output says so, and the exit status is
-1. With OUT set, the files that were written are also packed into `$OUT/set1.tar` (of call 1) after each benchmark;
-`tar -xf set1.tar` in the repository puts them in place. On a machine with two GPUs, call 3 can run on the second one
-beside the others (`CUDA_VISIBLE_DEVICES=1`, and cores of its own). A call needs the commit: from
-git, or from FP8ATTN_COMMIT.
+A part is a benchmark, or the GPU tests. Parts that are timed run alone, one after another; then the others run beside
+each other. A case's rows are in `results/<device>/NAME.json` as soon as the case is measured, and no call measures it
+again; a file of another commit, torch or Triton is begun anew. What fails, and what no time is left for, is named at
+the end, and the rest goes on. The exit status is 1 until nothing is missing. In one call a part gets at most twice its
+expected seconds.
+
+A GPU machine may end a command after ten minutes, and may overwrite the files of the repository before each command.
+So FP8ATTN_RESULTS names another folder for the files, which stays there between the calls. With OUT set, they are also
+packed into `$OUT/set.tar` after each case; `tar -xf set.tar` in the repository puts them in place. The commit is taken
+from git, or from FP8ATTN_COMMIT.
 """
 
 from __future__ import annotations
@@ -23,28 +25,33 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 from evidence import results
 
-from . import peers, run
+from . import latent, peers, run
 from .ahead import compile_ahead
 from .beside import Beside
 
 LIMIT = 570  # seconds of a call: the GPU machine ends a command after 600
-STARTED = 0.5  # a benchmark is begun if this share of its expected seconds is left
-TESTS = "tests"  # the GPU tests
+COMPILING = 120  # expected seconds of `compile_ahead` for the whole set
+BESIDE = 4  # parts that run beside each other: five did not fit into 139 GB
+SLOWEST = 2  # the most that a part may take in a call, in its expected seconds
+TESTS = "tests"  # the GPU tests, which begin anew if they are ended
 TEST_COMMAND = [sys.executable, "-m", "tests.gpu", "--save"]
 
 
-class Entry(NamedTuple):
-    """A benchmark of the set.
+class Part(NamedTuple):
+    """A part of the set.
 
     Attributes:
-        seconds: that it is expected to take on an H200 machine, without compiling.
+        name: of a benchmark, and of its file.
+        seconds: that all its cases are expected to take on an H200 machine, without compiling.
         timed: whether it measures times: then nothing else runs.
     """
 
@@ -53,148 +60,159 @@ class Entry(NamedTuple):
     timed: bool = True
 
 
-COMPILING = {1: 90, 2: 30, 3: 0}  # expected seconds of `compile_ahead`
-SET = {
-    1: (
-        Entry("prefill", 90), Entry("decode", 45), Entry("sdpa", 60), Entry("append", 25), Entry("engine", 40),
-        Entry("overhead", 30),
-        Entry("accumulation", 75), Entry("first_token", 85),
-    ),
-    2: (Entry("triton", 130), Entry("video", 120), Entry("accuracy", 80, False)),
-    3: (Entry(TESTS, 320, False), Entry("real_model", 150, False), Entry("needle", 360, False)),
-}  # fmt: skip
+SET = (
+    Part("prefill", 90), Part("decode", 45), Part("sdpa", 60), Part("append", 25), Part("latent", 120),
+    Part("engine", 40), Part("latent_step", 25), Part("overhead", 30), Part("first_token", 115), Part("video", 60),
+    Part("triton", 60),
+    Part(TESTS, 320, False), Part("needle", 360, False), Part("public_models", 300, False),
+    Part("latent_needle", 150, False), Part("real_model", 150, False), Part("accuracy", 80, False),
+    Part("accumulation", 75, False),
+)  # fmt: skip
+WANTED = {"prefill": peers.PREFILL, "latent": tuple(latent.BYTES)}  # by part, implementations of peers
 
 
-def plan(part: int, entries: list[Entry]) -> int:
-    """Print what a call measures. Returns the expected seconds: what is not timed runs beside the tests."""
-    beside = max(
-        sum(entry.seconds for entry in entries if not entry.timed and entry.name != TESTS),
-        sum(entry.seconds for entry in entries if entry.name == TESTS),
-    )
-    total = COMPILING[part] + sum(entry.seconds for entry in entries if entry.timed) + beside
-    print(f"call {part}: {total} s of {LIMIT} s expected\n  {COMPILING[part]:4d} s  compiling")
-    for entry in entries:
-        cases = "" if entry.name == TESTS else f", {len(import_module(f'benchmarks.{entry.name}').CASES)} cases"
-        print(
-            f"  {entry.seconds:4d} s  "
-            f"{entry.name}{cases}{'' if entry.timed else ', beside the others that are not timed'}"
-        )
-    return total
+def cases_of(part: Part) -> list[str]:
+    return ["all"] if part.name == TESTS else list(import_module(f"benchmarks.{part.name}").CASES)
+
+
+def left(part: Part) -> list[str]:
+    """The cases that the part's file does not have."""
+    held = results.current(part.name) or {"rows": []}
+    measured = {row["case"].partition(": ")[0] for row in held["rows"]}  # several rows of `overhead` are of a case
+    return [case for case in cases_of(part) if case not in measured]
+
+
+def plan(todo: dict[Part, list[str]]) -> float:
+    """Print what is left to measure. Returns the expected seconds."""
+    seconds = {part: part.seconds * len(cases) / len(cases_of(part)) for part, cases in todo.items()}
+    alone = sum(taken for part, taken in seconds.items() if part.timed)
+    others = [taken for part, taken in seconds.items() if not part.timed]
+    beside = max([sum(others) / BESIDE, *others], default=0)
+    compiling = COMPILING * sum(seconds.values()) / sum(part.seconds for part in SET)
+    print(f"{compiling + alone + beside:.0f} s expected, in calls of {LIMIT} s\n  {compiling:4.0f} s  compiling")
+    for part, taken in seconds.items():
+        how = "" if part.timed else f", {BESIDE} parts at a time"
+        print(f"  {taken:4.0f} s  {part.name}: {len(todo[part])} of {len(cases_of(part))} cases{how}")
+    return compiling + alone + beside
 
 
 class Call:
-    """A call of the set: what it wrote, and what it could not measure."""
+    """A call of the set, which ends after `limit` seconds."""
 
-    def __init__(self, part: int, limit: float) -> None:
-        self.part, self.deadline = part, time.monotonic() + limit
-        self.written: list[Path] = []
-        self.missing: dict[str, str] = {}  # by benchmark, the reason
-        self.worker = Beside(run.measured, 0)  # the process that measures; after a failure another one is begun
+    def __init__(self, limit: float) -> None:
+        self.deadline = time.monotonic() + limit
+        self.missing: dict[tuple[str, str], list[str]] = {}  # cases by part and reason
+        self.lock = Lock()
+        self.worker = Beside(run.measured, 0)  # the process that times; after a failure another one is begun
 
     @property
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def measure(self, entry: Entry) -> None:
-        """Measure one benchmark, and write its file."""
-        benchmark = import_module(f"benchmarks.{entry.name}")
-        if self.late(entry):
-            return
-        begun = time.monotonic()
-        print(f"\n## {entry.name}", flush=True)
-        try:
-            if getattr(benchmark, "PROCESSES", False):
-                found = run.measured(entry.name, list(benchmark.CASES), deadline=self.deadline)
+    def miss(self, name: str, reason: str, *cases: str) -> None:
+        self.missing.setdefault((name, reason), []).extend(cases)
+
+    def measure(self, part: Part, cases: Sequence[str]) -> None:
+        """Measure cases of a part, and write their rows."""
+        begun, expected = time.monotonic(), part.seconds / len(cases_of(part))
+        end = min(self.deadline, begun + SLOWEST * part.seconds)
+        benchmark = import_module(f"benchmarks.{part.name}")
+        worker = self.worker if part.timed else Beside(run.measured, 0)
+        measure = run.measured if getattr(benchmark, "PROCESSES", False) else worker  # those begin processes themselves
+        for number, case in enumerate(cases):
+            worker.seconds = end - time.monotonic()
+            if worker.seconds < expected / 2:
+                self.miss(part.name, "no time was left", *cases[number:])
+                break
+            try:
+                found = measure(part.name, [case])
+            except (Exception, SystemExit) as problem:  # of any type: the other cases go on
+                found = None
+                print(f"{part.name} {case}: {type(problem).__name__}: {problem}", flush=True)
+            if found is None:
+                self.miss(part.name, "it was ended" if time.monotonic() >= end else "it failed", case)
+            elif not found[0]:
+                self.miss(part.name, "it was left out", case)
             else:
-                self.worker.seconds = max(self.left, 0)
-                found = self.worker(entry.name, list(benchmark.CASES))
-        except (Exception, SystemExit) as problem:  # of any type: the other benchmarks go on
-            found = None
-            print(f"{type(problem).__name__}: {problem}", flush=True)
+                self.write(part.name, *found)
         if hasattr(benchmark, "end"):
             benchmark.end()
-        if found is None:
-            self.missing[entry.name] = "no time was left" if self.left <= 0 else "it failed: what it printed is above"
-        else:
-            self.keep(results.save(entry.name, *found))
-            if entry.name == "prefill":
-                wanted = {name for impl in peers.PREFILL if (name := peers.of(impl))}
-                self.missing |= {f"the peer {name}": "it did not load" for name in sorted(wanted - found[1].keys())}
-            print(f"{entry.name}: {time.monotonic() - begun:.0f} s of {entry.seconds} s expected", flush=True)
+        if not part.timed:
+            worker.end()
+        print(f"{part.name}: {time.monotonic() - begun:.0f} s of {part.seconds} s expected for all cases", flush=True)
 
-    def late(self, entry: Entry) -> bool:
-        if self.left < STARTED * entry.seconds:
-            self.missing[entry.name] = f"{max(self.left, 0):.0f} s were left, and it takes some {entry.seconds} s"
-        return entry.name in self.missing
+    def write(self, name: str, rows: list[dict], releases: dict[str, str]) -> None:
+        with self.lock:
+            (results.add if results.current(name) else results.save)(name, rows, releases)
+            self.pack()
 
-    def keep(self, path: Path) -> None:
-        self.written.append(path)
+    def pack(self) -> None:
         if folder := os.environ.get("OUT"):
-            with tarfile.open(Path(folder) / f"set{self.part}.tar", "w") as archive:
-                for each in self.written:
-                    archive.add(each, each.relative_to(results.RESULTS.parent))
+            with tarfile.open(Path(folder) / "set.tar", "w") as archive:
+                for part in SET:
+                    if results.current(part.name):
+                        path = Path(results.slug(results.header({})["device"])) / f"{part.name}.json"
+                        archive.add(results.RESULTS / path, Path("results") / path)
 
-    def tests(self, entry: Entry) -> Callable[[], None]:
-        """Start the GPU tests; calling what is returned waits for them."""
-        if self.late(entry):
-            return lambda: None
+    def test(self, part: Part) -> None:
+        """Run the GPU tests."""
+        if self.left < part.seconds:
+            self.miss(TESTS, f"{max(self.left, 0):.0f} s were left, and they take some {part.seconds} s")
+            return
         path = os.pathsep.join(filter(None, (os.environ.get("FP8ATTN_TRITON"), os.environ.get("PYTHONPATH"))))
-        self.worker.end()  # which holds memory of the GPU
         process = subprocess.Popen(
             TEST_COMMAND, cwd=results.ROOT, env=os.environ | {"PYTHONPATH": path}, start_new_session=True
         )
-
-        def wait() -> None:
-            try:
-                status = process.wait(max(self.left, 1))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                self.missing[TESTS] = "no time was left"
-                return
-            self.keep(results.RESULTS / results.slug(results.header({})["device"]) / f"{TESTS}.json")
-            if status:
-                self.missing["tests that pass"] = f"exit status {status}; {TESTS}.json has the counts"
-
-        return wait
+        try:
+            process.wait(max(self.left, 1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self.miss(TESTS, "they were ended")
+            return
+        with self.lock:
+            self.pack()
+        if process.returncode:
+            self.miss("tests that pass", f"exit status {process.returncode}; {TESTS}.json has the counts")
 
     def end(self) -> None:
-        self.worker.end()
-        print(
-            f"\ncall {self.part}: wrote {', '.join(path.stem for path in self.written) or 'nothing'}; {self.left:.0f} "
-            f"s are left"
-        )
-        for name, reason in self.missing.items():
-            print(f"NOT MEASURED: {name}: {reason}")
+        """Name what is missing, and exit."""
+        for name, impls in WANTED.items():
+            if held := results.current(name):
+                for peer in sorted({peers.of(impl) for impl in impls} - {None, *held.get("peers", ())}):
+                    self.miss(f"the peer {peer}", "it did not load")
+        print(f"\n{self.left:.0f} s are left")
+        for (name, reason), cases in self.missing.items():
+            named = f": {', '.join(cases[:3])}{f' and {len(cases) - 3} more' if len(cases) > 3 else ''}" * bool(cases)
+            print(f"NOT MEASURED: {name}{named}: {reason}")
         sys.exit(bool(self.missing))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", type=int, choices=SET)
-    parser.add_argument("--plan", action="store_true", help="print what would be measured, and measure nothing")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="some of the call's benchmarks")
+    parser.add_argument("--plan", action="store_true", help="print what is left to measure, and measure nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[part.name for part in SET], help="some parts")
     parser.add_argument("--seconds", type=float, default=LIMIT, help="the call's limit (default: %(default)s)")
     args = parser.parse_args(arguments)
-    entries = [entry for entry in SET[args.part] if not args.only or entry.name in args.only]
-    plan(args.part, entries)
+    chosen = [part for part in SET if not args.only or part.name in args.only]
+    todo = {part: cases for part in chosen if (cases := left(part))}
+    plan(todo)
     if args.plan:
         return
     results.require_commit()
-    call = Call(args.part, args.seconds)
-    compile_ahead({e.name: list(import_module(f"benchmarks.{e.name}").CASES) for e in entries if e.name != TESTS})
+    call = Call(args.seconds)
+    compile_ahead({part.name: cases for part, cases in todo.items() if part.name != TESTS})
     print(f"compiled: {call.left:.0f} s are left", flush=True)
-    for entry in entries:
-        if entry.timed:
-            call.measure(entry)
-    wait: Callable[[], None] = lambda: None  # noqa: E731
-    for entry in entries:
-        if entry.name == TESTS:
-            wait = call.tests(entry)
-    for entry in entries:
-        if not entry.timed and entry.name != TESTS:
-            call.measure(entry)
-    wait()
+    for part, cases in todo.items():
+        if part.timed:
+            call.measure(part, cases)
+    call.worker.end()  # it holds memory of the GPU
+
+    def beside(part: Part) -> None:
+        call.test(part) if part.name == TESTS else call.measure(part, todo[part])
+
+    with ThreadPoolExecutor(BESIDE) as pool:
+        list(pool.map(beside, [part for part in todo if not part.timed]))
     call.end()
 
 

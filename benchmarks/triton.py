@@ -25,17 +25,11 @@ KEYS = ("fp8attn", "fp8attn-e4m3-keys")
 PREFILL = (*KEYS, "fp8attn-q8", "fp8attn-exact")
 CASES: dict[str, tuple[str, ...]] = {  # "benchmark case", and the implementations that are measured
     **dict.fromkeys((
-        "prefill D64-causal-S16384", "prefill D128-causal-S1024", "prefill D128-causal-S4096",
-        "prefill D128-causal-S16384",
-        "prefill D128-full-S16384", "prefill D128-causal-S65536", "prefill chunked-2k-on-128k", "prefill varlen-mix",
-        "prefill D192-causal-S16384", "prefill D256-causal-S16384", "prefill D256-full-S16384",
+        "prefill D64-causal-S16384", "prefill D128-causal-S4096", "prefill D128-causal-S16384",
+        "prefill D256-causal-S16384", "prefill chunked-2k-on-128k",
     ), PREFILL),
-    **dict.fromkeys(("decode B1-S8192", "decode B64-S8192", "decode B16-S8192-D256", "decode B16-S8192-q4"), KEYS),
-    **dict.fromkeys((
-        "append step-B64", "append prompt-B1-S65536", "append quantize-S16384", "sdpa causal-S1024",
-        "sdpa causal-S4096",
-        "sdpa causal-S16384", "sdpa full-S131072",
-    ), KEYS[:1]),
+    **dict.fromkeys(("decode B1-S8192", "decode B64-S8192"), KEYS),
+    **dict.fromkeys(("append quantize-S16384", "sdpa causal-S4096"), KEYS[:1]),
 }  # fmt: skip
 
 

@@ -1,10 +1,8 @@
 """Full attention at the shapes of video models: the noise that 8 bits leave in the output, and the time.
 
 A case is a layer's self-attention, head_dim 128, BF16, without text tokens, and with some of the heads, so that no call
-takes long. Tokens
-are latent frames x height x width, in patches: Wan 2.1 and 2.2 14B 21 x 45 x 80 (81 frames of 720p) and 21 x 30 x 52
-(480p), 20 of 40 heads; HunyuanVideo 33 x 45 x 80 (129 frames of 720p), 12 of 24 heads; MiniMax H3 91 x 34 x 60 (362
-frames of 1920 x 1088), 4 of 56 heads.
+takes long. Tokens are latent frames x height x width, in patches: Wan 2.1 and 2.2 14B 21 x 45 x 80 (81 frames of 720p),
+20 of 40 heads; MiniMax H3 91 x 34 x 60 (362 frames of 1920 x 1088), 4 of 56 heads.
 H3 has V in a view of all heads' Q, K and V: its rows are 21,504 elements apart, and from token 99,865 on they are past
 2^31.
 
@@ -60,8 +58,6 @@ class Case(NamedTuple):
 CASES = {
     "wan-720p-S75600": Case(square(128, False, 21 * 45 * 80, q_heads=20)),
     "h3-1088p-S185640": Case(square(128, False, 91 * 34 * 60, q_heads=4), 56),
-    "hunyuan-720p-S118800": Case(square(128, False, 33 * 45 * 80, q_heads=12)),
-    "wan-480p-S32760": Case(square(128, False, 21 * 30 * 52, q_heads=20)),
 }
 
 

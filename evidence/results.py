@@ -2,12 +2,12 @@
 measured.
 
     {"device": "NVIDIA H200", "commit": "abc1234", "date": "2026-11-24", "torch": "2.11.0", "triton": "3.9.0",
-     "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set 1",
+     "peers": {"fa3-fp8": "fa3-fwd 0.0.3"}, "command": "python -m benchmarks.set",
      "rows": [{"case", "impl", ...}]}
 
 One command writes a file whole. Cases may be added later on the same device, with the same torch and Triton; those that
 are there are never measured again. `mixed` then names the cases or implementations of each other commit. `note` says
-what else a reader should know.
+what else a reader should know. FP8ATTN_RESULTS names another folder than `results`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results"
+RESULTS = Path(os.environ.get("FP8ATTN_RESULTS") or ROOT / "results")
 HEADER = ("device", "commit", "mixed", "date", "torch", "triton", "peers", "command", "note")
 
 
@@ -78,6 +78,14 @@ def add(name: str, rows: list[dict], peers: Mapping[str, str] | None = None, fol
     write(path, joined(held, header(peers or {}), cases), held["rows"] + rows)
     print(f"{len(rows)} rows added to {path}", flush=True)
     return path
+
+
+def current(name: str) -> dict | None:
+    """The results file of this device, if it is of this commit, torch and Triton."""
+    head = header({})
+    path = RESULTS / slug(head["device"]) / f"{name}.json"
+    held = json.loads(path.read_text()) if path.is_file() else {}
+    return held if all(held.get(key) == head[key] for key in ("commit", "torch", "triton")) else None
 
 
 def require_new(name: str, cases: Iterable[str], folder: Path | None = None) -> tuple[Path, dict | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ..results import ROOT
-from . import accuracy, behind, headline, host, kernels, latents, public_models, texts, vllm  # noqa: F401, which register
+from . import accuracy, behind, files, headline, host, kernels, latents, public_models, texts, vllm  # noqa: F401, which register
 from .writing import BLOCKS
 
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

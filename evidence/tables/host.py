@@ -10,7 +10,10 @@ from .writing import block, table
 def overhead() -> str:
     title, found = latest("overhead")
     cell = lambda us: f"{us:.1f} us" if us < 1000 else f"{us / 1000:.1f} ms"  # noqa: E731
-    return table(["call", "by", title], [[*key, cell(row["us"])] for key, row in found.items()])
+    return table(
+        ["call", "by", title],
+        [[case.rpartition(": ")[2], impl, cell(row["us"])] for (case, impl), row in found.items()],
+    )
 
 
 @block("first_token")
@@ -20,16 +23,12 @@ def first_token() -> str:
     labels = {
         "llama": "Llama-3.1-8B's shape, a prompt of 8,192 tokens",
         "qwen1.5b": "Qwen2.5-1.5B's shape, means, 8,192 tokens",
-        "qwen1.5b-exact": "the same, `exact`",
-        "qwen1.5b-e4m3-keys": "the same, E4M3 keys",
-        "qwen1.5b-batch-invariant": "the same, `batch_invariant`",
-        "qwen-means-exact": "Qwen2.5-0.5B's shape, means, `exact`, 1,000 tokens",
     }
     body = []
     for (case, impl), row in found.items():
         if case == "warmup":
             body.append(["`warmup` of Llama-3.1-8B's shape", f"{row['seconds']:.1f}", "", ""])
-        else:
+        elif case in labels:
             again = ", a second process" if impl.endswith("again") else ""
             kernels = f"{row['compiled']} compiled, {row['loaded']} from disk"
             body.append([labels[case] + again, f"{row['first_token_s']:.1f}", f"{row['second_token_s']:.1f}", kernels])

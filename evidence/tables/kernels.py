@@ -9,7 +9,7 @@ from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
 from ..rows import latest, lengths, over
-from .writing import Cell, beside, block, measured, number, span, table, tokens, value
+from .writing import Cell, beside, block, number, span, table, tokens, value
 
 PREFILL = {
     "D128-full-S4096": "4 x 4k full", "D128-full-S16384": "16k full", "D128-full-S65536": "64k full",
@@ -143,11 +143,7 @@ VIDEO = {
     "vllm-fa3-fp8": "vLLM's FA3, FP8, two-level", "fa3-fp8": "FA3, FP8, single-level",
     "cudnn-fp8": "cuDNN, FP8, single-level",
 }  # fmt: skip
-SHAPES = {
-    "wan-480p-S32760": "Wan 480p, 32,760", "wan-720p-S75600": "Wan 720p, 75,600",
-    "hunyuan-720p-S118800": "HunyuanVideo 720p, 118,800",
-    "h3-1088p-S185640": "H3 1088p, 185,640",
-}  # fmt: skip
+SHAPES = {"wan-720p-S75600": "Wan 720p, 75,600", "h3-1088p-S185640": "H3 1088p, 185,640"}
 
 
 def of_shapes(key: str, form: str) -> list[list[str]]:
@@ -206,15 +202,3 @@ def triton() -> str:
         )
     heads = [f"us: Triton {version}, ptxas {versions[version]}" for version in (first, second)]
     return table([title, "queries, keys", *heads, "speed of the second over the first"], body)
-
-
-@block("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
-def kernels_measured() -> str:
-    """One line for the tables of kernels: with which torch and Triton they were measured."""
-    files = ("prefill", "decode", "engine", "sdpa", "append", "accuracy", "triton")
-    made = {name: measured(name) for name in files}
-    if len(set(made.values())) == 1:
-        return made["prefill"]
-    return "; ".join(
-        f"{', '.join(name for name in files if made[name] == one)}: {one}" for one in dict.fromkeys(made.values())
-    )

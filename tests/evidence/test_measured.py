@@ -1,11 +1,11 @@
 """Conditions that the committed results must satisfy."""
 
 import json
-import re
 
 import pytest
 
 from benchmarks.problem import KEYS
+from benchmarks.set import SET
 from evidence.results import ROOT
 from evidence.tables.kernels import PREFILL_IMPLS
 
@@ -17,32 +17,16 @@ def measured(name: str) -> list:
     ]
 
 
-def test_the_files_of_an_h200_are_of_the_commit_that_the_page_names():
-    """All rows of ours, but for latent attention, which came later, and the times of ours beside a system that was
-    added: such commits are on the page, too."""
-    text = (ROOT / "docs/results.md").read_text()
-    [commit] = re.findall(
-        r"\*\*Of one commit\.\*\* Every file of `results/h200` was measured on .* at one commit, (\w+),", text
-    )
-    added = re.findall(r" (?:was|were) added at (\w+)", text)
-    files = {file.stem: json.loads(file.read_text()) for file in (ROOT / "results/h200").glob("*.json")}
-    of_latents = [files.pop(name) for name in sorted(files) if name.startswith("latent")]
-    later = {commit for file in of_latents for commit in (file["commit"], *file.get("mixed", {}))}
-    assert later and all(commit in text for commit in later)
-    files = [*files.values()]
-    assert files and {file["commit"] for file in files} == {commit}
-    assert {other for file in files for other in file.get("mixed", {})} == {*added}
-    for file in files:
-        theirs = {name for names in file.get("mixed", {}).values() for name in names}
-        impls = {row["impl"] for row in file["rows"]}
-        assert all(
-            not name.startswith("fp8attn") if name in impls else name.startswith(("llama_per_token-", "qwen15b-"))
-            for name in theirs
-        )
-
-
-def test_the_files_of_an_h100_are_of_one_commit():
-    files = [json.loads(file.read_text()) for file in (ROOT / "results/h100").glob("*.json")]
+@pytest.mark.parametrize(
+    "device",
+    [
+        "h100",
+        pytest.param("h200", marks=pytest.mark.xfail(strict=True, reason="latents and the 1.5B model came later")),
+    ],
+)
+def test_the_set_of_a_device_is_of_one_commit(device):
+    paths = [ROOT / f"results/{device}/{part.name}.json" for part in SET]
+    files = [json.loads(path.read_text()) for path in paths if path.is_file()]
     assert len({file["commit"] for file in files}) == 1 and not any(file.get("mixed") for file in files)
 
 

@@ -1,0 +1,18 @@
+"""What the results files were measured with, and at which commits."""
+
+from __future__ import annotations
+
+from ..rows import header, path_of
+from .writing import block, measured
+
+
+@block("prefill")
+def measured_files() -> str:
+    """The files of the device whose tables the pages have, by commit, torch and Triton."""
+    names = sorted(path.stem for path in path_of("prefill").parent.glob("*.json"))
+    of: dict[str, list[str]] = {}
+    for name in names:
+        of.setdefault(measured(name), []).append(name)
+        for commit, added in header(name).get("mixed", {}).items():
+            of.setdefault(f"added at {commit}", []).append(f"{name} ({', '.join(added)})")
+    return "\n".join(f"- {what}: {', '.join(files)}" for what, files in of.items())
