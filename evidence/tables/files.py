@@ -16,3 +16,10 @@ def measured_files() -> str:
         for commit, added in header(name).get("mixed", {}).items():
             of.setdefault(f"added at {commit}", []).append(f"{name} ({', '.join(added)})")
     return "\n".join(f"- {what}: {', '.join(files)}" for what, files in of.items())
+
+
+@block("prefill")
+def measured_peers() -> str:
+    """The releases of other systems that those files were measured with."""
+    heads = [header(path.stem) for path in path_of("prefill").parent.glob("*.json")]
+    return ", ".join(sorted({release for head in heads for release in head.get("peers", {}).values()}, key=str.lower))
