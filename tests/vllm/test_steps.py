@@ -44,8 +44,10 @@ def test_a_step_of_one_kind_is_one_part(builder, queries, count):
     assert len(parts) == count and parts[0].tokens == slice(0, sum(queries)) and parts[0].max_seqlen == max(queries)
 
 
-@pytest.mark.parametrize(("queries", "equal"), [([200], True), ([90, 90], True), ([90, 80], False), ([1, 90], False)])
-def test_prompts_of_equal_lengths_need_no_bounds(builder, queries, equal):
+@pytest.mark.parametrize(
+    ("queries", "equal"), [([200], True), ([190, 190], True), ([190, 180], False), ([1, 190], False), ([90], False)]
+)
+def test_long_prompts_of_equal_lengths_need_no_bounds(builder, queries, equal):
     part = builder.build(0, Step(queries, [300] * len(queries), [[0, 1, 2]] * len(queries))).parts[-1]
     assert part.max_seqlen == max(queries) and (part.cu_seqlens is None) == equal
 

@@ -66,8 +66,8 @@ def warmup(
         static_scales: compile for calibrated scales and their means (`scales=` of a cache), and not for the pages' own
             scales.
         advance: False: compile the calls of an engine that keeps the lengths itself (`fp8attn.append(advance=False)`),
-            which are causal and have the bounds of sequences, but for sequences of one length of more than 128 new
-            tokens.
+            which are causal and have the bounds of sequences, but for one token of each sequence and for prompts of one
+            length of more than 128 tokens.
         attention: what attention has, besides what `config` says: `"window"` (these kernels, too; `config` says it of a
             model whose sliding layers an `FP8Cache` has in 8 bits), `"softcap"`, `"sinks"`, `"exact"` (instead of
             attention that is not exact), `"batch_invariant"` (instead of attention that is not).

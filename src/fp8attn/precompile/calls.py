@@ -41,7 +41,8 @@ class Layer:
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
         advance: whether appends advance the lengths, as `fp8attn.append` takes it. An engine keeps them itself: its
-            calls are causal and without padding, and have the bounds of sequences unless they are `LONG`.
+            calls are causal and without padding, and have the bounds of sequences, but for one token of each and for
+            prompts of one length that is above `LONG`.
         attention: what its attention has (`params.options_of`).
     """
 
@@ -89,7 +90,7 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
             for before in BEFORE[:1] if few else BEFORE:
                 if layer.advance:
                     yield partial(attend, layer, batch, tokens, before, leftpad=True)
-                if layer.advance or tokens > LONG or "batch_invariant" in layer.attention:
+                if layer.advance or not 1 < tokens <= LONG:
                     yield partial(attend, layer, batch, tokens, before)
                 for ragged in {batch * tokens, tokens + batch - 1}:
                     yield partial(attend, layer, batch, tokens, before, ragged=ragged)
@@ -97,7 +98,7 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
                 yield partial(attend, layer, batch, tokens, 0, causal=False)
             for causal in (True, False) if has_dense_calls else ():
                 yield partial(attend_new, dense, batch, tokens, causal)
-        for ragged in (False, True) if layer.advance or tokens > LONG else (True,):
+        for ragged in (False, True) if layer.advance or not 1 < tokens <= LONG else (True,):
             yield partial(append, layer, tokens, ragged)
         if has_dense_calls:
             yield partial(from_dense, dense, tokens)
