@@ -74,11 +74,11 @@ H100 = Chip(
     decode_head_pages=2,
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit
-# queries over rotated INT8 keys, which `test_cut.py` has. The others are the H100's.
+# queries, which `test_cut.py` has. The others are the H100's.
 H200 = replace(
     H100,
     name="NVIDIA H200",
-    prefill={**H100.prefill, (128, 2): Cost(1.26, 3.0), (128, 3): Cost(1.68, 6.25)},
+    prefill={**H100.prefill, (128, 2): Cost(1.19, 3.0), (128, 3): Cost(1.64, 6.0)},
 )
 
 DEFAULT = H100

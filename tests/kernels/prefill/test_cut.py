@@ -30,31 +30,64 @@ ON_H100 = {  # E4M3 keys
     (1, 32, 1024, 131072, True): (2329.9, 3097.5),
 }
 
-ON_H200 = {  # rotated INT8 keys
-    (1, 32, 1024, 1024, True): (22.6, 26.1),
-    (1, 32, 2048, 2048, True): (55.8, 58.7),
-    (1, 32, 2048, 2048, False): (89.5, 92.9),
-    (1, 32, 4096, 4096, True): (180.5, 182.0),
-    (1, 32, 8192, 8192, True): (676.2, 634.1),
-    (1, 32, 16384, 16384, True): (2494.5, 2300.7),
-    (1, 32, 2048, 16384, True): (568.3, 598.4),
-    (16, 16, 1024, 1024, True): (138.6, 153.7),
-    (8, 16, 2048, 2048, True): (209.4, 217.2),
-    (4, 16, 4096, 4096, True): (357.9, 361.6),
-    (2, 16, 8192, 8192, True): (654.4, 634.3),
-    (4, 16, 4096, 4096, False): (685.7, 659.2),
+# On an H200 with Triton 3.6; and with Triton 3.9, where that is said. Rotated INT8 keys, E4M3 keys, FP8 queries.
+ON_H200 = {
+    (1, 32, 1024, 1024, True): (22.5, 24.9),
+    (1, 32, 2048, 2048, True): (53.6, 59.1),
+    (1, 32, 2048, 2048, False): (87.8, 96.0),
+    (1, 32, 4096, 4096, True): (179.6, 189.1),
+    (1, 32, 4096, 4096, False): (328.7, 355.8),
+    (1, 32, 8192, 8192, True): (656.0, 650.2),
+    (1, 32, 16384, 16384, True): (2481.8, 2399.2),
+    (1, 32, 2048, 16384, True): (594.2, 626.7),
+    (16, 16, 1024, 1024, True): (126.9, 155.1),
+    (8, 16, 2048, 2048, True): (203.4, 219.2),
+    (4, 16, 4096, 4096, True): (350.8, 364.1),
+    (2, 16, 8192, 8192, True): (655.1, 652.7),
+    (4, 16, 4096, 4096, False): (665.2, 662.6),
+    (1, 32, 6144, 6144, True): (383.6, 386.0),
+    (1, 16, 16384, 16384, True): (1256.8, 1209.2),
+    (1, 32, 3072, 3072, False): (195.2, 191.9),
 }
-WITH_FP8_QUERIES = {  # on an H200
-    (1, 32, 1024, 1024, True): (19.5, 19.2),
-    (1, 32, 2048, 2048, True): (49.8, 49.4),
-    (1, 32, 2048, 2048, False): (84.1, 84.6),
-    (1, 32, 4096, 4096, True): (171.8, 161.1),
-    (1, 32, 8192, 8192, True): (640.8, 593.5),
-    (16, 16, 1024, 1024, True): (112.3, 118.0),
-    (8, 16, 2048, 2048, True): (186.4, 182.2),
-    (4, 16, 4096, 4096, True): (339.6, 321.8),
-    (2, 16, 8192, 8192, True): (653.4, 588.7),
-    (4, 16, 4096, 4096, False): (657.5, 623.8),
+WITH_TRITON_39 = {
+    (1, 32, 1024, 1024, True): (24.5, 27.4),
+    (4, 16, 4096, 4096, True): (354.4, 356.2),
+    (2, 16, 8192, 8192, True): (639.6, 617.8),
+    (1, 16, 16384, 16384, True): (1230.0, 1159.4),
+    (1, 16, 16384, 16384, False): (2497.1, 2387.6),
+}
+WITH_E4M3_KEYS = {
+    (1, 32, 1024, 1024, True): (23.4, 27.5),
+    (1, 32, 2048, 2048, True): (54.1, 60.1),
+    (1, 32, 2048, 2048, False): (87.6, 91.1),
+    (1, 32, 4096, 4096, True): (180.3, 189.1),
+    (1, 32, 4096, 4096, False): (329.5, 339.4),
+    (1, 32, 8192, 8192, True): (656.7, 624.6),
+    (1, 32, 16384, 16384, True): (2490.6, 2280.8),
+    (1, 32, 2048, 16384, True): (591.3, 606.3),
+    (16, 16, 1024, 1024, True): (136.1, 175.1),
+    (8, 16, 2048, 2048, True): (205.9, 220.6),
+    (4, 16, 4096, 4096, True): (351.0, 361.0),
+    (2, 16, 8192, 8192, True): (654.4, 622.4),
+    (4, 16, 4096, 4096, False): (669.0, 626.6),
+    (1, 32, 6144, 6144, True): (380.4, 374.6),
+    (1, 16, 16384, 16384, True): (1254.4, 1154.3),
+    (1, 32, 3072, 3072, False): (195.8, 179.5),
+}
+WITH_FP8_QUERIES = {
+    (1, 32, 1024, 1024, True): (19.3, 19.7),
+    (1, 32, 2048, 2048, True): (48.8, 48.1),
+    (1, 32, 2048, 2048, False): (82.6, 84.0),
+    (1, 32, 4096, 4096, True): (171.4, 163.1),
+    (1, 32, 8192, 8192, True): (638.4, 581.7),
+    (1, 32, 16384, 16384, True): (2448.5, 2217.5),
+    (16, 16, 1024, 1024, True): (110.6, 119.3),
+    (8, 16, 2048, 2048, True): (186.4, 181.4),
+    (4, 16, 4096, 4096, True): (333.3, 313.5),
+    (2, 16, 8192, 8192, True): (647.1, 574.1),
+    (4, 16, 4096, 4096, False): (649.2, 599.5),
+    (1, 32, 6144, 6144, True): (365.0, 344.7),
+    (1, 32, 3072, 3072, False): (188.0, 169.3),
 }
 # Few queries, on an H100 with rotated INT8 keys and Triton 3.9, each shape with the parts that the model gives it.
 FEW_QUERIES = {
@@ -66,9 +99,16 @@ FEW_QUERIES = {
     (2, 32, 40, 4096, True): (32.5, 30.8),
     (4, 32, 128, 16384, True): (172.2, 178.9),
 }
+MEASURED = {
+    "H100": (H100, False, ON_H100),
+    "H200": (H200, False, ON_H200),
+    "H200, Triton 3.9": (H200, False, WITH_TRITON_39),
+    "H200, E4M3 keys": (H200, False, WITH_E4M3_KEYS),
+    "H200, FP8 queries": (H200, True, WITH_FP8_QUERIES),
+}
 CASES = [
-    pytest.param(chip, q8, case, times, id=f"{chip.name} {'FP8 ' * q8}{case}")
-    for chip, q8, measured in ((H100, False, ON_H100), (H200, False, ON_H200), (H200, True, WITH_FP8_QUERIES))
+    pytest.param(chip, q8, case, times, id=f"{name} {case}")
+    for name, (chip, q8, measured) in MEASURED.items()
     for case, times in measured.items()
 ]
 # Queries of the sequences of a ragged batch, keys of the longest: with two warpgroups, and with three, on an H200.
@@ -94,7 +134,7 @@ def test_what_a_launch_takes_is_known(chip, q8, case, measured):
     for shape, time in zip(cut.SHAPES[128], measured, strict=True):
         # Launches of 20 us have a fifth of overhead; on an H200, those of 30 us also rows of few keys, which are
         # multiplied twice.
-        near = 0.1 if time > 100 else 0.22 if chip is H100 or time > 60 else 0.32
+        near = 0.1 if time > 100 else 0.22 if chip is H100 or time > 60 else 0.34
         assert cut.microseconds(shape, 1, SMS, problem(*case, q8), chip) == pytest.approx(time, rel=near)
 
 
