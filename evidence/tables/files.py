@@ -22,4 +22,4 @@ def measured_files() -> str:
 def measured_peers() -> str:
     """The releases of other systems that those files were measured with."""
     heads = [header(path.stem) for path in path_of("prefill").parent.glob("*.json")]
-    return ", ".join(sorted({release for head in heads for release in head.get("peers", {}).values()}, key=str.lower))
+    return "; ".join(sorted({release for head in heads for release in head.get("peers", {}).values()}, key=str.lower))
