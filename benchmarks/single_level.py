@@ -10,7 +10,8 @@ is in it.
 
 `emulated` is what the tensor core's rule for FP8 sums predicts: an instruction adds 32 products to the sum so far, and
 cuts off each of these 33 numbers what is below 2^-13 of the largest one's power of two. This column, and the errors of
-sums that go to FP32 every so many tokens, need no GPU; without one they are all that is printed, in two minutes.
+sums that go to FP32 every so many tokens, need no GPU; without one they are all that is printed, in three minutes of a
+core.
 """
 
 from __future__ import annotations

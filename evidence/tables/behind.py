@@ -19,6 +19,7 @@ COMPARED = (
     ("prefill", "fp8attn-q8", "prompts, queries in FP8"),
     ("prefill", "fp8attn", "prompts, 16-bit queries"),
     ("decode", "fp8attn", "decode steps"),
+    ("latent", "fp8attn", "decode steps over latents"),
     ("engine", "fp8attn", "mixed steps"),
     ("sdpa", "fp8attn", "`scaled_dot_product_attention`, quantization included"),
     ("video", "fp8attn-call", "video, quantization included"),
@@ -56,7 +57,7 @@ def words(name: str, case: str) -> str:
     return PREFILL.get(case) or case.replace("-S", " ").replace("-", " ")
 
 
-@block("prefill", "decode", "engine", "sdpa", "video", "vllm")
+@block("prefill", "decode", "latent", "engine", "sdpa", "video", "vllm")
 def behind() -> str:
     """The smallest and the largest ratio of speeds for each peer, and the cases in which it is ahead."""
     body, device = [], ""
