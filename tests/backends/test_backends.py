@@ -162,7 +162,7 @@ def test_hopper_chooses_by_the_query_rows_of_a_kv_head(monkeypatch):
         (PageSpec.latent(512, 64), 128, {}, "latent_decode"),
         (PageSpec.latent(256, 32), 40, {"max_seqlen_q": 4}, "latent_decode"),
         (PageSpec.latent(1024, 64), 16, {}, "latent_attention"),
-        (PageSpec.latent(512, 64), 16, {"max_seqlen_q": 600}, "latent_attention"),
+        (PageSpec.latent(512, 64), 16, {"max_seqlen_q": 600}, "latent_decode"),
         (PageSpec.latent(512, 64), 16, {"window": 50}, "latent_attention"),
         (PageSpec.latent(512, 64), 16, {"leftpad_k": torch.zeros(1, dtype=torch.int32)}, "latent_decode"),
         (PageSpec.latent(512, 128, rope_in_codes=True), 16, {}, "latent_decode"),

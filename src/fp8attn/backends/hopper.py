@@ -82,8 +82,8 @@ class Hopper(Writer):
                 "attention over latents cannot keep batch_invariant on a GPU: parts of a sequence begin where the "
                 "lengths of the others put them. Leave it out, or pass backend='reference'"
             )
-        few = self._latent_decode.takes(pages, params, q.shape[-2])
-        kernel = self._latent_decode.latent_decode if few else self._latent.latent_attention
+        takes = self._latent_decode.takes(q, pages, params)
+        kernel = self._latent_decode.latent_decode if takes else self._latent.latent_attention
         return attend_tokens(kernel, q, pages, params, out)
 
 

@@ -32,7 +32,7 @@ PLAIN = {
     "lengths": [1], "heads": 16, "rank": 512, "rope": 64, "queries": 1, "bounds": None, "causal": True,
     "scale": 192**-0.5, "mean": 0.0, "q": 1.0, "static": False, "dtype": torch.float16, "sms": 4, "late": (),
     "broken": False, "kv_heads": 1, "in_codes": False, "pads": None, "zeros": (0, 0),
-    "most_tiles": hopper.plan.MOST_TILES,
+    "most_tiles": hopper.plan.MOST_TILES, "many": hopper.plan.MANY,
 }  # fmt: skip
 COMPILED = {
     "two digits": {},
@@ -46,6 +46,16 @@ COMPILED = {
     "one digit": {"heads": 128},
     "one digit, drafts": {"heads": 64, "queries": 2},
     "one digit, rank 256, rope 32": {"rank": 256, "rope": 32, "heads": 40},
+    "prompt": {"queries": 1024, "heads": 16, "rope": 128, "in_codes": True, "kv_heads": 2, "lengths": [1024]},
+    "prompt, padding": {
+        "queries": 1024,
+        "heads": 16,
+        "rope": 128,
+        "in_codes": True,
+        "kv_heads": 2,
+        "lengths": [1024],
+        "pads": [3],
+    },
 }
 EMULATED = {
     "ragged": {"lengths": [330, 0, 64, 1], "static": True, "sms": 3},
@@ -86,12 +96,28 @@ EMULATED = {
     "one digit, drafts": {
         "lengths": [66, 300], "heads": 48, "queries": 2, "sms": 4, "static": True, "dtype": torch.bfloat16,
     },
+    "prompt": {
+        "lengths": [150, 90], "queries": 80, "heads": 16, "kv_heads": 2, "rope": 128, "in_codes": True, "many": 256,
+        "sms": 4, "static": True, "late": (0, 1),
+    },
+    "prompt, ragged": {
+        "lengths": [70, 0, 65, 133], "bounds": [0, 65, 65, 65, 90], "queries": 65, "heads": 20, "kv_heads": 2,
+        "many": 256, "sms": 4, "dtype": torch.bfloat16,
+    },
+    "prompt, padding": {
+        "lengths": [130, 130], "pads": [70, 3], "queries": 130, "heads": 4, "kv_heads": 2, "rope": 128,
+        "in_codes": True, "many": 64, "sms": 4, "late": (8, 9),
+    },
+    "prompt, not causal": {"lengths": [140], "queries": 40, "heads": 8, "causal": False, "many": 256, "sms": 4},
+    "one digit, many rows in ranges": {
+        "lengths": [300, 200], "queries": 30, "heads": 16, "kv_heads": 2, "many": 128, "sms": 40,
+    },
     "one digit, rank 256": {"lengths": [200], "heads": 40, "rank": 256, "rope": 32, "mean": 1.0, "late": (0, 1, 2, 3)},
 }  # fmt: skip
 
 
 # What a launch writes for the next. Inputs are older: attention may read them before the launch ahead of it has ended.
-WRITTEN = ("codes_ptr", "rope_ptr", "numbers_ptr", "more_ptr")
+WRITTEN = ("codes_ptr", "rope_ptr", "numbers_ptr", "parts_ptr", "lse_ptr", "more_ptr")
 
 
 def filled(c: dict) -> dict:
@@ -160,6 +186,7 @@ def attend(c: dict) -> tuple[list[Launch], dict, torch.Tensor, tuple[torch.Tenso
     with dry() as (launches, patch):
         patch.setattr(hopper.plan, "num_sms", lambda device: c["sms"])
         patch.setattr(hopper.plan, "MOST_TILES", c["most_tiles"])
+        patch.setattr(hopper.plan, "MANY", c["many"])
         poison_empty(patch)
         hopper.plan.make_latent_plan.cache_clear()
         lengths = torch.tensor(c["lengths"], dtype=torch.int32)
@@ -179,9 +206,7 @@ def rounded_queries(c: dict, launch: Launch, tokens: int) -> torch.Tensor:
     options = launch.constants["OPTIONS"]
     codes, rope, numbers = named["codes_ptr"], named["rope_ptr"], named["numbers_ptr"]
     tiles = named["row_tiles"]
-    factor = numbers[named["parts"] * (options.part_width + 2) :][: len(codes) // 64 * options.rows].view(
-        -1, options.rows
-    )
+    factor = numbers[2 * named["parts"] :][: len(codes) // 64 * options.rows].view(-1, options.rows)
     x, r = (y.view(len(codes) // 64, 64, y.shape[1]).double() for y in (codes, rope))
     if options.digits == 2:
         x, r = (y.unflatten(1, (4, 2, 8)) for y in (x, r))
@@ -225,13 +250,6 @@ def emulate_case(name: str, seed: int = 0) -> dict:
         late = [warp for warp in c["late"] if launch is launches[1]]  # other launches have fewer warps
         emulate(launch, tuple(late), tuple(x for x in before if any(x is y for y in here)), seed)
         before = [x for name, x in zip(launch.kernel.arg_names, launch.args, strict=False) if name in WRITTEN]
-    if c["kv_heads"] > 1 and c["queries"] > 1:  # the outputs were copies of what the launches have written since
-        written = dict(zip(launches[2].kernel.arg_names, launches[2].args, strict=False))
-        shape = len(c["lengths"]), c["kv_heads"], c["queries"]
-        out, lse = (
-            written[name].unflatten(0, shape).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-            for name in ("out_ptr", "lse_ptr")
-        )
     ref, ref_lse = reference(c, pages, q)
     same_nan = torch.equal(out.isnan(), ref.isnan()) and torch.equal(lse.isnan(), ref_lse.isnan())
     rows = ~ref.isnan().any(-1)

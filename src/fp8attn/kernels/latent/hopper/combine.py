@@ -14,23 +14,24 @@ BLOCK = tl.constexpr(MAX_BLOCK)  # channels of a block of the rotation, which ha
 
 
 @triton.jit(do_not_specialize=["parts", "num_seqs", "num_tokens", "row_tiles"])
-def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr, parts, num_seqs,
-                          num_tokens, row_tiles,
+def latent_combine_kernel(parts_ptr, parts_lse_ptr, more_ptr, bounds_ptr, mean_ptr, factor_ptr, out_ptr, lse_ptr,
+                          parts, num_seqs, num_tokens, row_tiles,
                           OPTIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
                           CHANNELS: tl.constexpr):  # fmt: skip
-    """R rows and some channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order."""
+    """R rows and some channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order. A
+    row and its first part may have the same memory."""
     RANK: tl.constexpr = OPTIONS.rank
+    HEADS: tl.constexpr = OPTIONS.heads * OPTIONS.group
     gdc_wait()
-    parts_lse_ptr = numbers_ptr + parts.to(tl.int64) * OPTIONS.part_width
-    parts_ptr = numbers_ptr if OPTIONS.digits == 2 else numbers_ptr.to(tl.pointer_type(tl.float16), bitcast=True)
     row = (tl.program_id(0) // (RANK // CHANNELS)) * R + tl.arange(0, R)
     block = tl.program_id(0) % (RANK // CHANNELS)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
-    rows = num_tokens * OPTIONS.group
+    rows = num_tokens * HEADS
+    kv_head = (row % HEADS // OPTIONS.group)[:, None]
     inside = row < rows
     written = inside  # by attention
     if OPTIONS.ragged:
-        written = inside & (row < tl.load(bounds_ptr + num_seqs) * OPTIONS.group)
+        written = inside & (row < tl.load(bounds_ptr + num_seqs) * HEADS)
     more = tl.load(more_ptr + 2 * row, mask=written, other=0)
     count = tl.load(more_ptr + 2 * row + 1, mask=written, other=0)
     # The first part is where the row is: it is loaded beside what says how many there are.
@@ -58,11 +59,11 @@ def latent_combine_kernel(numbers_ptr, more_ptr, bounds_ptr, mean_ptr, factor_pt
     hidden = (top == HIDDEN_FINITE) & (total == total)  # a row without keys, or of no sequence; a NaN stays
     out = hadamard_back(out / total[:, None], CHANNELS)
     if factor_ptr is not None:
-        out *= tl.load(factor_ptr + channel // BLOCK)[None, :]
+        out *= tl.load(factor_ptr + kv_head * (RANK // BLOCK) + channel[None, :] // BLOCK)
     lse = top + tl.log2(total)
     if mean_ptr is not None:
-        out += tl.load(mean_ptr + channel)[None, :]
-        mean_scores = parts_lse_ptr + 2 * parts + num_seqs * row_tiles * OPTIONS.rows
+        out += tl.load(mean_ptr + kv_head * RANK + channel[None, :])
+        mean_scores = parts_lse_ptr + 2 * parts + num_seqs * OPTIONS.heads * row_tiles * OPTIONS.rows
         lse += tl.load(mean_scores + row, mask=written, other=0.0)
     out = tl.where(hidden[:, None], 0.0, out)
     tl.store(out_ptr + own, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])

@@ -32,11 +32,11 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 CHANGE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32]], alignment=16))
 
 # The numbers of a piece, one int32 each: its tiles (-1: there is no more piece); tokens from its first tile to the
-# sequence's end; the sequence's query tokens; the block of quantized rows; rows that exist; the part that they are
-# written to; how many other ranges have parts of the sequence (-1: it began before this range, which does not know);
-# tokens of padding from its first tile on.
-TILES, LEFT, QUERIES, BLOCK, ROWS, PART, MORE, PAD = (gl.constexpr(i) for i in range(8))
-FIELDS = gl.constexpr(8)
+# sequence's end; query tokens from that of its first row on; the block of quantized rows; rows that exist; its first
+# row among those of the KV head; the part that row 0 is written to; how many other ranges have parts of the sequence
+# (-1: it began before this range, which does not know); tokens of padding from its first tile on.
+TILES, LEFT, QUERIES, BLOCK, ROWS, FIRST, PART, MORE, PAD = (gl.constexpr(i) for i in range(9))
+FIELDS = gl.constexpr(16)
 
 # Barriers. Two of each but the last: of a tile's weights and of a piece, in two slots; and one for each stage of FULL
 # and EMPTY.
@@ -107,6 +107,13 @@ class LatentMemory:
     @gluon.jit
     def get(self, piece, FIELD: gl.constexpr):
         return number(self.fields.index((piece & 1) * FIELDS + FIELD))
+
+    @gluon.jit
+    def parts_of(self, piece, row, options: gl.constexpr):
+        """The parts that rows of a piece are written to, from `PART` on. Rows of the output have all KV heads."""
+        of_head = self.get(piece, FIRST) + row
+        result = of_head + of_head // options.group * ((options.heads - 1) * options.group)
+        return gl.where(self.get(piece, MORE) >= 0, result, row)
 
     @gluon.jit
     def wait_slot(self, piece):
@@ -212,17 +219,23 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
         if i < j:
             page0 = seq.first_tile + i
             left = seq.length - page0 * PAGE
-            tiles = gl.minimum((j - i) * (PAGE // TILE), (left + (TILE - 1)) // TILE)  # none of an empty sequence
+            queries = seq.num_q - batch.row0 // options.group
+            seen = left
+            if options.causal:
+                after_last = (batch.row0 + options.rows - 1) // options.group - batch.row0 // options.group + 1
+                seen -= gl.maximum(queries - after_last, 0)
+            # None of an empty sequence, or in a range that the rows do not see.
+            tiles = gl.minimum((j - i) * (PAGE // TILE), (gl.maximum(seen, 0) + (TILE - 1)) // TILE)
             block = (index * HEADS + head) * row_tiles + row_tile
-            query = seq.query * HEADS + head * seq.num_q  # KV heads of a sequence follow each other
             last = work.worker_of(begin + seq.num_tiles - 1)
             memory.wait_slot(piece)
             memory.put(piece, TILES, tiles)
             memory.put(piece, LEFT, left)
-            memory.put(piece, QUERIES, seq.num_q)
+            memory.put(piece, QUERIES, queries)
             memory.put(piece, BLOCK, block)
             memory.put(piece, ROWS, seq.num_q * options.group - batch.row0)
-            memory.put(piece, PART, gl.where(i == 0, query * options.group + batch.row0, part))
+            memory.put(piece, FIRST, batch.row0)
+            memory.put(piece, PART, gl.where(i == 0, (seq.query * HEADS + head) * options.group, part))
             memory.put(piece, MORE, gl.where(i == 0, last - work.worker, -1))
             if options.leftpad:
                 memory.put(piece, PAD, seq.pad - page0 * PAGE)

@@ -71,12 +71,10 @@ def _store(memory, piece, parts_ptr, SLICE: gl.constexpr, a, b, options: gl.cons
     o = gl.convert_layout(o, OUT, assert_trivial=True)
     channel = SLICE * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, OUT))
     row = gl.arange(0, R, gl.SliceLayout(0, OUT))
-    if options.digits == 1:
-        parts_ptr = parts_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
-        o = o.to(gl.float16)
     first = parts_ptr + memory.get(piece, PART).to(gl.int64) * options.rank
     inside = (row < memory.get(piece, ROWS))[None, :] & (channel >= 0)[:, None]
-    gl.store(first + row[None, :] * options.rank + channel[:, None], o, mask=inside)
+    part = memory.parts_of(piece, row, options)[None, :]
+    gl.store(first + part * options.rank + channel[:, None], o.to(parts_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit

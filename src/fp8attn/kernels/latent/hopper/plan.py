@@ -22,7 +22,8 @@ SCALE_BYTES = 4  # of a token, FP32
 STAGES = (8, 4, 3, 2)  # tiles in shared memory: the first that fits
 SHARED_MEMORY = 232448  # bytes of a CTA
 SMALL = 2048  # bytes for numbers and barriers
-EXACT_HEADS = 32  # up to this number of heads, queries and weights have two digits
+# Queries and weights have two digits up to this number of heads of a KV head, and with fewer rows than that.
+EXACT_HEADS, MANY = 32, 1024
 # Tiles after which a row's unit grows in any case, with two digits: a sum of 2^17 tokens fits into INT32, whatever they
 # are. A power of two.
 MOST_TILES = 2048
@@ -48,7 +49,7 @@ class LatentOptions(ConstexprFields):
     leftpad: bool  # sequences begin with padding
     softmax_registers: int  # of a thread that computes weights
     most_tiles: int  # `MOST_TILES`
-    part_width: int  # of a row of partial results, in FP32 numbers: they are FP16 with one digit
+    prompt: bool  # a CTA has a row tile of one KV head of a sequence; else a range of pages
     # For `decode.work`: its list has whole pages, without windows and places for beginnings and ends.
     tile: int = PAGE_SIZE
     window: bool = False
@@ -61,12 +62,14 @@ class LatentPlan:
     """The numbers that the host computes from a problem's shape, once."""
 
     row_tiles: int
-    workers: int  # ranges of a row tile
+    workers: int  # ranges of a row tile; in prompts one
     blocks: int  # of `MMA_ROWS` quantized rows: one for each row tile of each sequence
     # Rows of partial results: one for each row of the output, from the range in which its sequence begins; then those
-    # of each CTA, of the sequence that began before its range.
+    # of each CTA, of the sequence that began before its range (none in prompts).
     parts: int
-    numbers: int  # FP32: the parts, their LSE, their units, the factors of quantized rows, the scores of the mean
+    parts_dtype: torch.dtype
+    prompt: bool
+    numbers: int  # FP32: the LSE of parts, their units, the factors of quantized rows, the scores of the mean
     q: View
     q_rope: View
     codes: View
@@ -86,13 +89,15 @@ def make_latent_plan(
     max_q: int, causal: bool, ragged: bool, leftpad: bool,
 ) -> LatentPlan:  # fmt: skip
     """The plan for a pool of shape `pool [pages, KV heads, bytes]` on `device`, and for `num_tokens` query tokens with
-    `group` heads of `num_seqs` sequences, each of which has up to `max_q`. A sequence is one of a KV head."""
+    `group` heads of each KV head, of `num_seqs` sequences, each of which has up to `max_q`."""
     num_pages, heads, nbytes = pool
-    num_pages *= heads
+    num_pages, places = num_pages * heads, num_seqs * heads
     rank, rope = spec.widths
-    digits = 2 if group <= EXACT_HEADS else 1
+    many = max_q * group >= MANY
+    digits = 2 if group <= EXACT_HEADS and not many else 1
     rows = MMA_ROWS // digits
-    row_tiles = -(-max_q * group // rows)
+    row_tiles, sms = -(-max_q * group // rows), num_sms(device)
+    prompt = many and row_tiles * places >= sms
     rope_bytes = 1 if spec.rope_in_codes else 2
     token = rank + rope_bytes * rope  # bytes of codes and RoPE, also of a row of quantized queries
     room = SHARED_MEMORY - SMALL - MMA_ROWS * token - 2 * MMA_ROWS * TILE  # less queries and weights
@@ -100,15 +105,14 @@ def make_latent_plan(
         rank, rope, rope > 0 and not spec.rope_in_codes, heads, group, digits, rows,
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
         block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged, leftpad=leftpad,
-        softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES,
-        part_width=rank if digits == 2 else rank // 2,
+        softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES, prompt=prompt,
     )  # fmt: skip
-    workers = even_workers(num_sms(device) // row_tiles, num_seqs)
-    blocks, results = row_tiles * num_seqs, num_tokens * group
-    parts = results + row_tiles * workers * rows
+    workers = 1 if prompt else even_workers(sms // row_tiles, places)
+    blocks, results = row_tiles * places, num_tokens * heads * group
+    parts = results if prompt else results + row_tiles * workers * rows
     # Of a program of the last kernel: parts that it loads at once, as many as a row has if sequences have one length;
     # rows and channels, for many loads at a time in few registers.
-    at_once = min(64, power_of_two(max(1, workers // num_seqs)))
+    at_once = min(64, power_of_two(max(1, workers // places)))
     together, channels = (16, MAX_BLOCK) if at_once == 1 else (1, rank if at_once <= 16 else MAX_BLOCK)
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
@@ -117,7 +121,9 @@ def make_latent_plan(
         workers=workers,
         blocks=blocks,
         parts=parts,
-        numbers=parts * (options.part_width + 2) + blocks * rows + results,
+        parts_dtype=torch.float16 if digits == 1 else torch.float32,
+        prompt=prompt,
+        numbers=2 * parts + blocks * rows + results,
         q=View((blocks * MMA_ROWS, rank), (rank, 1), (MMA_ROWS, rank)),
         q_rope=View((blocks * MMA_ROWS, rope), (rope, 1), (MMA_ROWS, rope)),
         codes=View((num_pages, PAGE_SIZE, rank), (nbytes, rank, 1), (1, TILE, rank), dtype=torch.int8),
@@ -130,7 +136,7 @@ def make_latent_plan(
             swizzled=False, dtype=torch.float32, offset=PAGE_SIZE * token,
         ),
         round_grid=(blocks * rows // ROUNDED,),
-        grid=(row_tiles * workers,),
+        grid=(blocks if prompt else row_tiles * workers,),
         combine_grid=(-(-results // together) * (rank // channels),),
         round=make_constants(
             "latent queries", device, OPTIONS=options, num_warps=rank // MAX_BLOCK, launch_pdl=True

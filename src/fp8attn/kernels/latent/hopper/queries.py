@@ -40,7 +40,11 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     gdc_wait()
     # Attention may begin now: from here on, it reads tokens, and memory that launches before this one use is free.
     gdc_launch_dependents()
-    seq, first_row = _place(row_tiles, OPTIONS)
+    HEADS: gl.constexpr = OPTIONS.heads
+    place, first_row = _place(row_tiles, OPTIONS)
+    seq = place // HEADS
+    kv_head = place % HEADS
+    q_ptr += (kv_head * OPTIONS.group).to(gl.int64) * stride_h
     query = seq * max_q
     num_q = max_q
     if OPTIONS.ragged:
@@ -59,9 +63,9 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         rope_at = rope_at[:, None] + OPTIONS.rank + rope_channel
         rope = gl.load(q_ptr + rope_at, mask=rope_inside[:, None] & (rope_channel >= 0), other=0.0).to(gl.float32)
     size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
-    block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
     if factor_ptr is not None:
-        size *= gl.load(factor_ptr + block)
+        size *= gl.load(factor_ptr + kv_head * WARPS + warp)
     bits = gl.zeros([WARPS, N, 16], gl.int32, MMA)
     rotated, bits = _rotate(q, plus, size, bits, MMA)
     if ROPE_IN_CODES:  # one block, which every warp computes
@@ -79,17 +83,18 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     factor = gl.abs(scale) * LOG2E * largest / TOP
     factor = gl.where(factor < 1e-37, 1e-37, factor)  # times a hidden score it is no NaN
     row = first_row + gl.arange(0, N, ROW)
-    factors_ptr = numbers_ptr + parts.to(gl.int64) * (OPTIONS.part_width + 2)
-    gl.store(factors_ptr + seq * row_tiles * ROWS + row, factor)
+    factors_ptr = numbers_ptr + 2 * parts
+    gl.store(factors_ptr + place * row_tiles * ROWS + row, factor)
     if mean_ptr is not None:
-        scores_ptr = factors_ptr + num_seqs * row_tiles * ROWS + query * OPTIONS.group
-        score = gl.sum(gl.sum(q.to(gl.float32) * gl.load(mean_ptr + channel), 2), 0) * (scale * LOG2E)
-        score = gl.convert_layout(score, ROW)
-        gl.store(scores_ptr + row, score, mask=row < num_q * OPTIONS.group)
+        scores_ptr = factors_ptr + num_seqs * HEADS * row_tiles * ROWS + (query * HEADS + kv_head) * OPTIONS.group
+        mean = gl.load(mean_ptr + kv_head * OPTIONS.rank + channel)
+        score = gl.convert_layout(gl.sum(gl.sum(q.to(gl.float32) * mean, 2), 0) * (scale * LOG2E), ROW)
+        result = row + row // OPTIONS.group * ((HEADS - 1) * OPTIONS.group)  # rows of the output have all KV heads
+        gl.store(scores_ptr + result, score, mask=row < num_q * OPTIONS.group)
     high, low = _digits(rotated, inverse, OPTIONS)
     STORE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [WARPS, 1, 1], [2, 1, 0])
     stored = first_row + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, STORE)))
-    stored = _stored(seq * row_tiles, stored, OPTIONS).to(gl.int64)[None, :, None]
+    stored = _stored(place * row_tiles, stored, OPTIONS).to(gl.int64)[None, :, None]
     to = codes_ptr + stored * OPTIONS.rank + _channels(STORE, BLOCK)
     gl.store(to, gl.convert_layout(_together(high), STORE))
     if OPTIONS.digits == 2:
@@ -104,7 +109,7 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     if OPTIONS.rope_in_16_bits:
         rope *= gl.convert_layout(inverse, gl.SliceLayout(1, FLAT))[:, None]
         row = first_row + gl.arange(0, N, gl.SliceLayout(1, FLAT))
-        to = _stored(seq * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
+        to = _stored(place * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
         gl.store(rope_ptr + to, rope.to(gl.float16))
 
 
@@ -170,7 +175,7 @@ def _together(blocks):
 
 @gluon.jit
 def _place(row_tiles, options: gl.constexpr):
-    """The sequence of a program, and its first row in it."""
+    """The KV head of a sequence that a program has, and its first row in it."""
     program = gl.program_id(0)
     of_seq = row_tiles * (options.rows // N)
     return program // of_seq, program % of_seq * N

@@ -20,6 +20,7 @@ from ...gluon import aggregate, fence_async_shared, gdc_wait, gl, gluon, warpgro
 from ...ptx import meet_and_arrive_at, pin, uniform, uniform_zero, wait_at
 from .load import (
     BLOCK,
+    FIRST,
     LEFT,
     MORE,
     PAD,
@@ -156,17 +157,18 @@ def _scores(memory, tile, s, s_rope, options: gl.constexpr):
 
 
 @gluon.jit
-def _hide(memory, piece, y, scales, seen, row0, LAST: gl.constexpr, options: gl.constexpr):
+def _hide(memory, piece, y, scales, seen, LAST: gl.constexpr, options: gl.constexpr):
     """The scores of a tile, `HIDDEN` where a row does not see a token. `seen`: the tokens from the tile on that all
-    query tokens see. LAST: the tile may be longer than the sequence."""
+    rows see. LAST: the tile may be longer than the sequence."""
     X: gl.constexpr = scores_layout(options.rows)
     R: gl.constexpr = options.rows
     token = gl.arange(0, TILE, gl.SliceLayout(0, X))
     if options.causal:
-        row = row0 + gl.arange(0, R, gl.SliceLayout(1, X))
+        first = memory.get(piece, FIRST)
+        query = (first + gl.arange(0, R, gl.SliceLayout(1, X))) // options.group - first // options.group
         left = seen + memory.get(piece, QUERIES) - 1
         scales = gl.where(scales == scales, scales, 0.0)  # a NaN is in the scores of the rows that see it, and no other
-        end = gl.minimum(seen + row // options.group, left)  # rows that do not exist see no more
+        end = gl.minimum(seen + query, left)  # rows that do not exist see no more
         y = gl.where(token[None, :] < end[:, None], y, HIDDEN)
     else:
         left = seen
@@ -284,7 +286,7 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
     meet_and_arrive_at(memory.at(SUMS_FULL, slot))
     row = gl.arange(0, options.rows, sums.total.type.layout)
     inside = row < memory.get(piece, ROWS)
-    part = memory.get(piece, PART) + row
+    part = memory.get(piece, PART) + memory.parts_of(piece, row, options)
     lse = gl.where(sums.total == 0.0, HIDDEN_FINITE, sums.unit + gl.log2(sums.total))
     gl.store(lse_ptr + part, lse, mask=inside)
     if options.digits == 1:
@@ -296,9 +298,9 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
 
 
 @gluon.jit
-def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constexpr):
+def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
     """The warpgroup that computes weights. `parts`: the number of rows of partial results; `next_part`: the first that
-    other ranges have of the sequence which ends after this CTA's range; `row0`: the CTA's first row in a sequence."""
+    other ranges have of the sequence which ends after this CTA's range."""
     AHEAD: gl.constexpr = options.digits == 2  # the next product runs while weights are computed
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     row = gl.arange(0, options.rows, ROW)
@@ -328,7 +330,7 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
                 y, scales = _scores(memory, tile, s, s_rope, options)
                 if options.causal or not AHEAD:
                     if seen < TILE:
-                        y, scales = _hide(memory, piece, y, scales, seen, row0, not AHEAD, options)
+                        y, scales = _hide(memory, piece, y, scales, seen, not AHEAD, options)
                     seen -= TILE
                 if options.leftpad:
                     if pad > 0:
@@ -343,7 +345,7 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, row0, options: gl.constex
                 y, scales = _scores(memory, tile, s, s_rope, options)
                 if not options.causal:
                     seen -= (tiles - 1) * TILE
-                y, scales = _hide(memory, piece, y, scales, seen, row0, True, options)
+                y, scales = _hide(memory, piece, y, scales, seen, True, options)
                 if options.leftpad:
                     y, scales = _hide_padding(y, scales, pad, options)
                 sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
