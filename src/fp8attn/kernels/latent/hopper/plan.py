@@ -27,7 +27,8 @@ EXACT_HEADS, MANY = 32, 1024
 # Tiles after which a row's unit grows in any case, with two digits: a sum of 2^17 tokens fits into INT32, whatever they
 # are. A power of two.
 MOST_TILES = 2048
-# Registers of a thread that computes weights, by digits. Fewer in `accumulate` or here spill in a loop.
+# Registers of a thread that computes weights, by digits. Fewer in `accumulate` or here spill in a loop. Prompts spill
+# with 104, and are 2 and 30% slower with 120 and 136.
 SOFTMAX_REGISTERS = {1: 104, 2: 136}
 
 
@@ -48,6 +49,7 @@ class LatentOptions(ConstexprFields):
     ragged: bool  # the queries' bounds are given
     leftpad: bool  # sequences begin with padding
     softmax_registers: int  # of a thread that computes weights
+    ahead: bool  # the next tile's product runs while weights are computed; slower in steps with one digit
     most_tiles: int  # `MOST_TILES`
     prompt: bool  # a CTA has a row tile of one KV head of a sequence; else a range of pages
     # For `decode.work`: its list has whole pages, without windows and places for beginnings and ends.
@@ -106,6 +108,7 @@ def make_latent_plan(
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
         block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged, leftpad=leftpad,
         softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES, prompt=prompt,
+        ahead=digits == 2 or prompt,
     )  # fmt: skip
     workers = 1 if prompt else even_workers(sms // row_tiles, places)
     blocks, results = row_tiles * places, num_tokens * heads * group

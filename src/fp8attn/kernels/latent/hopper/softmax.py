@@ -148,7 +148,7 @@ def _scores(memory, tile, s, s_rope, options: gl.constexpr):
     y = gl.convert_layout(s.to(gl.float32), X, assert_trivial=True) * scales[None, :]
     if options.rope_in_16_bits:
         y += gl.convert_layout(s_rope, X, assert_trivial=True)
-    if options.digits == 2:  # ptxas: read later, the accumulators would keep the next product from running
+    if options.ahead:  # ptxas: read later, the accumulators would keep the next product from running
         y = pin(y)
     else:
         fence_async_shared()
@@ -301,7 +301,7 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
 def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
     """The warpgroup that computes weights. `parts`: the number of rows of partial results; `next_part`: the first that
     other ranges have of the sequence which ends after this CTA's range."""
-    AHEAD: gl.constexpr = options.digits == 2  # the next product runs while weights are computed
+    AHEAD: gl.constexpr = options.ahead  # the next product runs while weights are computed
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     row = gl.arange(0, options.rows, ROW)
     gdc_wait()
