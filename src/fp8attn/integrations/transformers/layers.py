@@ -17,8 +17,6 @@ from ...dense.sdpa import autocast
 from ...errors import UsageError
 from ...formats.codec import KeyDtype, codec_of
 from ...formats.spec import PageSpec
-from ...ops import from_dense
-from ...pages import KVPages
 from ...params import BackendName, check_backend, options_of
 from ...scales import LayerScales
 from .biases import LayerBiases
@@ -26,7 +24,6 @@ from .config import LayerSpec, has_sinks, has_softcap
 from .k_eq_v import to_latent
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Reading, dequantize, tokens_of
 
-PROMPT = 256  # new tokens from which on attention over K and V is faster, with making their pages
 UNCOMPILED = (
     "FP8Cache makes its pages outside of compiled code. A static cache has pages for one sequence from the start. For "
     "a larger batch whose first forward is compiled with fullgraph=True, call cache.early_initialization(batch_size, "
@@ -255,8 +252,7 @@ class FP8Layer(CacheLayerMixin):
             past the tokens are zero. A layer with a window returns those of its queries' windows, as transformers'
             growing layers do. They are `PagedTensor`s if the attention implementation is `fp8_kv`, otherwise plain
             dequantized tensors. The first tokens of latents are returned as they are: the model expands them, and
-            attends over exact K and V. A prompt whose keys follow from its values is returned with all tokens before it
-            in pages of K and V (`_prompt`).
+            attends over exact K and V.
         Raises:
             RuntimeError: an input requires a gradient.
             ValueError: the batch, number of heads or head_dim has changed.
@@ -264,15 +260,15 @@ class FP8Layer(CacheLayerMixin):
         shared = self.shared
         key_states, value_states = autocast(key_states, value_states)
         paged = shared.paged
-        batch, heads, tokens, head_dim = key_states.shape
+        (batch, heads, tokens, head_dim), v_dim = key_states.shape, value_states.shape[3]
         if (batch, heads, head_dim) != (paged.num_seqs, paged.num_kv_heads, paged.spec.widths[0]) or (
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
-        weight, given = self.key_weight, (key_states, value_states)
+        weight = self.key_weight
         expands = paged.spec.v_in_k and weight is None and tokens > 1 and self._begins(paged)
         if weight is not None:
-            key_states, value_states = to_latent(*given, weight)
+            key_states, value_states = to_latent(key_states, value_states, weight)
         pages = paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.unused = False
@@ -282,10 +278,7 @@ class FP8Layer(CacheLayerMixin):
         if expands:
             return key_states, value_states
         if shared.implementation == ATTN_IMPLEMENTATION:
-            if weight is not None and tokens >= PROMPT and not torch.compiler.is_compiling():
-                pages, weight, length = self._prompt(pages, given), None, self.num_tokens
-            k_shape = batch, heads, length, given[0].shape[3]
-            v_shape = batch, heads, length, given[1].shape[3]
+            k_shape, v_shape = (batch, heads, length, head_dim), (batch, heads, length, v_dim)
             common = key_states.dtype, shared.reading, weight
             return PagedTensor(pages, "k", k_shape, *common), PagedTensor(pages, "v", v_shape, *common)
         if not torch.compiler.is_compiling():
@@ -300,19 +293,6 @@ class FP8Layer(CacheLayerMixin):
         return dequantize(pages, "k", length, key_states.dtype, last, weight), dequantize(
             pages, "v", length, key_states.dtype, last, weight
         )
-
-    def _prompt(self, pages: KVPages, given: tuple[torch.Tensor, torch.Tensor]) -> KVPages:
-        """All tokens in pages of K and V, which are dropped after this forward. `given`: K and V of the new ones, the
-        last.
-
-        Attention over such pages is faster for many queries than over latents.
-        """
-        k, v = given
-        before, dtype, weight = self.num_tokens - k.shape[2], k.dtype, self.key_weight
-        if before:
-            k = torch.cat([dequantize(pages, "k", before, dtype, weight=weight), k], 2)
-            v = torch.cat([dequantize(pages, "v", before, dtype, weight=weight), v], 2)
-        return from_dense(k, v, backend=self.shared.options.backend)
 
     def _begins(self, paged: PagedKVCache) -> bool:
         """Whether the host knows that this layer holds no tokens yet."""
