@@ -84,6 +84,12 @@ def test_absorbed_attention_is_attention():
     assert relative_error(scores, q @ key.mT) < 1e-6
 
 
+def test_many_queries_are_absorbed_as_few(monkeypatch):
+    monkeypatch.setattr(k_eq_v, "MANY", 600)
+    q, weight = torch.randn(2, 300, 512), torch.randn(640)
+    assert torch.equal(k_eq_v.absorb(q, weight)[1, -1:], k_eq_v.absorb(q[1, -1:], weight))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 350}], ids=["growing", "static"])
 @pytest.mark.parametrize("heads", [1, 2])

@@ -79,7 +79,7 @@ def fp8_kv_attention(
             return expand(module, out), None
         if key._key_weight is not None:
             scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-            query = k_eq_v.absorb(query, key._key_weight)
+            query = k_eq_v.absorb(query.transpose(1, 2), key._key_weight).transpose(1, 2)  # no copy in `tokens_of`
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized
     # here.

@@ -19,6 +19,8 @@ from ...cache.layer import lasting
 from .config import LayerSpec
 from .decoder import decoder_modules
 
+MANY = 1 << 14  # rows of queries from which on a product of matrices is faster than torch's of channels
+
 
 @lasting
 def key_weights(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[int, torch.Tensor]:
@@ -66,6 +68,10 @@ def key_of(latent: torch.Tensor, rope: torch.Tensor, weight: torch.Tensor) -> to
 
 
 def absorb(query: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Queries `[B, heads, S, head_dim]` for latents: `[B, heads, S, head_dim + turned]`."""
-    width = len(weight) - query.shape[-1]
+    """Queries `[..., head_dim]` for latents: `[..., head_dim + turned]`."""
+    head_dim = query.shape[-1]
+    if query.shape[:-1].numel() >= MANY:
+        identity = torch.eye(head_dim, dtype=query.dtype, device=query.device)
+        return query @ absorb(identity, weight)  # the same bits: a sum has one term that is not zero
+    width = len(weight) - head_dim
     return (torch.cat([query, turned(query, width)], -1) * weight).to(query.dtype)
