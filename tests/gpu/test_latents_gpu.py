@@ -14,7 +14,6 @@ from fp8attn import AttentionParams, KVPages, PagedKVCache, UsageError, latent
 from fp8attn.formats.latent import channels
 from fp8attn.formats.page_layout import PAGE_SIZE, latent_of
 from fp8attn.formats.spec import PageSpec
-from fp8attn.kernels.latent.hopper import plan
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.support import latents
@@ -36,18 +35,19 @@ BACKENDS = [
     "triton",
     pytest.param("hopper", marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")),
 ]
-# Relative, of FP16 outputs, and of the LSE in absolute terms. Two digits of queries and weights (up to 32 heads on
-# Hopper) are as exact as 16 bits. One digit: its rounding is 1 to 1.5% where latents have no mean, and averages out
-# where they have one.
+# Relative, of FP16 outputs, and of the LSE in absolute terms. Two digits of queries and weights (on Hopper up to 32
+# heads and few rows) are as exact as 16 bits. One digit: its rounding is 1 to 1.7% where latents have no mean, and
+# averages out where they have one.
 # Scores have a deviation of two here, so FP16's rounding of rotated queries moves one of some hundreds by 2e-3.
 EXACT = {"triton": (6e-4, 4e-3), "hopper": (1.2e-3, 4e-3)}
 ONE_DIGIT = (0.02, 0.1)
+MANY = 1024  # query rows of a KV head from which on Hopper's kernel has one digit
 REPLAYS = 500  # of two graphs of 16 calls; 31,250 were run once
 
 
 def bounds_of(backend: str, heads: int, queries: int = 1) -> tuple[float, float]:
     """Of `heads` query heads of a KV head."""
-    one_digit = backend == "hopper" and (heads > 32 or queries * heads >= plan.MANY)
+    one_digit = backend == "hopper" and (heads > 32 or queries * heads >= MANY)
     return ONE_DIGIT if one_digit else EXACT[backend]
 
 
