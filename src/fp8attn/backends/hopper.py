@@ -1,4 +1,4 @@
-"""The kernels for Hopper: `decode` for few query rows, `prefill` for many, and `latent.hopper` for few over latents."""
+"""The kernels for Hopper: `decode` for few query rows, `prefill` for many, and `latent.hopper` over latents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Hopper(Writer):
     """`decode` serves few query rows, whose speed memory bandwidth limits; they stay in 16 bits. `prefill` serves many,
     whose speed arithmetic limits; it rounds them to 8 bits. With `batch_invariant` it serves all.
 
-    Over latents, `latent.hopper` serves few query rows. What it does not take (`takes`) goes to the portable kernel."""
+    Over latents, `latent.hopper` serves both. What it does not take (`takes`) goes to the portable kernel."""
 
     name: BackendName = "hopper"
 

@@ -1,6 +1,6 @@
 """Latents (MLA) in plain Triton, on any GPU: what writes their pages, and attention in 16-bit arithmetic.
 
-`hopper/` has attention of few query rows for Hopper.
+`hopper/` has attention for Hopper.
 
 `append_latents` writes the bytes of `formats.latent.quantize`. `latent_attention` is `fp8attn.latent.attention` in
 three launches: absorbed queries are rotated once and rounded to FP16, after a power of two for each row brings them
