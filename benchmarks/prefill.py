@@ -48,6 +48,7 @@ CASES = {
     "D128-causal-S1024": square(128, True, *(K,) * 16),
     "D64-causal-S16384": square(64, True, 16 * K),
     "D64-full-S16384": square(64, False, 16 * K),
+    **{f"mha-causal-S{n * K}": square(128, True, n * K, q_heads=32) for n in (2, 4, 8)},
     "gqa-causal-S16384": square(128, True, 16 * K, q_heads=32, kv_heads=8),
     "gqa-causal-S131072": square(128, True, 128 * K, q_heads=32, kv_heads=8),
     "chunked-2k-on-128k": Shape((128 * K,), (2 * K,), 32, 8, 128, True),

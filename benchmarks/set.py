@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 SET = (
-    Part("prefill", 90), Part("decode", 45), Part("sdpa", 60), Part("append", 25), Part("latent", 120),
+    Part("prefill", 105), Part("decode", 45), Part("sdpa", 60), Part("append", 25), Part("latent", 120),
     Part("engine", 40), Part("latent_step", 25), Part("overhead", 30), Part("first_token", 115), Part("video", 60),
     Part("triton", 60),
     Part(TESTS, 320, False), Part("needle", 360, False), Part("public_models", 300, False),
