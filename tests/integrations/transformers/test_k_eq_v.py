@@ -1,7 +1,6 @@
 """Gemma 4's full layers whose keys follow from their values, on an `FP8Cache`, against the model without a cache."""
 
-import copy
-import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,57 +12,25 @@ from fp8attn.integrations.transformers.config import layers_of
 from fp8attn.integrations.transformers.layers import CacheOptions
 from fp8attn.numerics import relative_error
 from fp8attn_tools import calibrate
-from tests.support import transformers_models
-from tests.support.transformers_models import VOCABULARY, one_thread, using  # noqa: F401
+from tests.support import latents
+from tests.support.latents import make_k_eq_v, without_cache
+from tests.support.transformers_models import one_thread  # noqa: F401
 
 LATENT = PageSpec.latent(512, 128, rope_in_codes=True)
 LENGTH, CUTS = 340, (300, 310, 330, 338, 339)  # a prompt, chunks and steps
 LOST = 0.02
-
-
-def make(**changes):
-    """Windows of 32 tokens stay in 16 bits. The weights of the keys' norms differ by channel, as of trained models."""
-    options = {"num_global_key_value_heads": 2, "num_kv_shared_layers": 0, "num_hidden_layers": 2} | changes
-    options["layer_types"] = ["sliding_attention", "full_attention"] * (options["num_hidden_layers"] // 2)
-    model = transformers_models.make("gemma4-512-k-is-v-shared-kv", **options)
-    generator = torch.Generator().manual_seed(2)
-    for module in model.modules():
-        if hasattr(module, "k_norm") and module.head_dim == 512:
-            size = torch.randn(512, generator=generator).mul(0.7).exp()
-            module.k_norm.weight.data = 0.05 * size * torch.randn(512, generator=generator).sign()
-    return model
+run = partial(latents.run, cuts=CUTS)
 
 
 def prompt(batch=2, length=LENGTH):
-    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if batch > 1:
-        mask[0, :17] = ids[0, :17] = 0
-    return ids, mask
-
-
-@torch.no_grad()
-def run(model, cache, ids, mask, cuts=CUTS):
-    """The logits of all tokens, which are given in pieces."""
-    position, outs = (mask.cumsum(-1) - 1).clamp_min(0), []
-    for a, b in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
-        given = {"attention_mask": mask[:, :b], "position_ids": position[:, a:b], "past_key_values": cache}
-        outs.append(model(ids[:, a:b], **given).logits)
-    return torch.cat(outs, 1)
-
-
-@torch.no_grad()
-def without_cache(model, ids, mask):
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    with using(model, "eager"):
-        return model(ids, attention_mask=mask, position_ids=position, use_cache=False).logits
+    return latents.prompt(batch, length)
 
 
 def test_absorbed_attention_is_attention():
     """In float64, of K and V as a layer of the model computes them. K comes back as it was, where RoPE turns it bit for
     bit.
     """
-    model = make()
+    model = make_k_eq_v()
     given = []
     plain = DynamicCache(config=model.config)
     layer = plain.layers[1]
@@ -94,7 +61,7 @@ def test_many_queries_are_absorbed_as_few(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 350}], ids=["growing", "static"])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_prompts_chunks_and_steps_are_right(heads, options, dtype):
-    model, (ids, mask) = make(num_global_key_value_heads=heads), prompt()
+    model, (ids, mask) = make_k_eq_v(num_global_key_value_heads=heads), prompt()
     real = mask.bool()
     exact = without_cache(model, ids, mask)[real]
     model = model.to(dtype)
@@ -109,14 +76,14 @@ def test_prompts_chunks_and_steps_are_right(heads, options, dtype):
 
 def test_steps_lose_less_than_with_k_and_v(monkeypatch):
     """A value has its token's scale in INT8, instead of E4M3."""
-    model, (ids, mask) = make(), prompt(1)
+    model, (ids, mask) = make_k_eq_v(), prompt(1)
     exact = without_cache(model, ids, mask)
     cuts = tuple(range(10, LENGTH, 10))  # all tokens read what is stored
-    lost = relative_error(run(model, FP8Cache(model), ids, mask, cuts), exact)
+    lost = relative_error(run(model, FP8Cache(model), ids, mask, cuts=cuts), exact)
     monkeypatch.setattr("fp8attn.integrations.transformers.cache.latent_keys", lambda *_: {})
     halves = FP8Cache(model)
     assert halves.layers[1].shared.spec == PageSpec.of(512)
-    assert relative_error(run(model, halves, ids, mask, cuts), exact) > 2 * lost > 0
+    assert relative_error(run(model, halves, ids, mask, cuts=cuts), exact) > 2 * lost > 0
 
 
 @pytest.mark.parametrize(
@@ -135,7 +102,7 @@ def test_steps_lose_less_than_with_k_and_v(monkeypatch):
     ids=["another projection", "E4M3", "not rotated", "batch invariant", "calibrated", "RoPE turns more channels"],
 )  # fmt: skip
 def test_what_keeps_k_and_v(changes, options):
-    model, (ids, mask) = make(**changes), prompt()
+    model, (ids, mask) = make_k_eq_v(**changes), prompt()
     if "scales" in options:
         options = {"scales": calibrate(model, [ids])}
     cache = FP8Cache(model, **options)
@@ -147,7 +114,7 @@ def test_what_keeps_k_and_v(changes, options):
 
 
 def test_latents_are_for_a_cpu_and_a_hopper_gpu(monkeypatch):
-    model = make()
+    model = make_k_eq_v()
     specs = layers_of(model.config)
     more = dict(max_cache_len=None, key_dtype="int8", rotate_keys=True, exact=False, batch_invariant=False)
 
@@ -162,81 +129,10 @@ def test_latents_are_for_a_cpu_and_a_hopper_gpu(monkeypatch):
     assert layers("cuda") == [1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 16}],
-    ids=["greedy", "beams", "prompt lookup", "chunks"],
-)
-def test_generate(options):
-    """The tokens of the model's own cache, if none of them is close: the random model has few near ties."""
-    model, (ids, _) = make(), prompt(1, 40)
-    more = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        want = model.generate(ids, **more)
-        out = model.generate(ids, past_key_values=FP8Cache(model), **more)
-    assert torch.equal(out, want)
-
-
-def test_crop_and_copies():
-    model, (ids, mask) = make(), prompt(1, 60)
-    cache = FP8Cache(model)
-    run(model, cache, ids[:, :30], mask[:, :30], ())
-    cache.crop(-10)
-    twin = copy.deepcopy(cache)
-    exact = without_cache(model, ids, mask)[:, 20:]
-    with torch.no_grad():
-        ours, theirs = (model(ids[:, 20:], past_key_values=each).logits for each in (cache, twin))
-    assert torch.equal(ours, theirs) and relative_error(ours, exact) < LOST
-
-
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 350}], ids=["growing", "static"])
-def test_files(tmp_path, options):
-    """Of latents; and of K and V, as of a cache with E4M3 keys."""
-    model, (ids, mask) = make(), prompt()
-    for more in ({}, {"key_dtype": "e4m3"}):
-        cache = FP8Cache(model, **options, **more)
-        run(model, cache, ids[:, :310], mask[:, :310], (300,))
-        cache.save(tmp_path / "a.safetensors")
-        back = FP8Cache.load(tmp_path / "a.safetensors", model, **options)
-        assert (back.layers[1].key_weight is None) == bool(more)
-        position = (mask.cumsum(-1) - 1)[:, 310:]
-        with torch.no_grad():
-            ours, theirs = (
-                model(ids[:, 310:], attention_mask=mask, position_ids=position, past_key_values=each).logits
-                for each in (cache, back)
-            )
-        assert torch.equal(ours, theirs)
-
-
-def test_another_attention_function_reads_the_same_cache():
-    model, (ids, mask) = make(), prompt(1)
-    cache = FP8Cache(model)
-    exact = without_cache(model, ids, mask)
-    with using(model, "sdpa"), pytest.warns(UserWarning, match="dequantizes all of its K and V"):
-        out = run(model, cache, ids, mask)
-    assert relative_error(out, exact) < LOST
-
-
 def test_layers_that_share_k_and_v():
     """They get the tensors of the layer whose K and V they share, and have no norm of keys."""
-    model, (ids, mask) = make(num_hidden_layers=4, num_kv_shared_layers=2), prompt()
+    model, (ids, mask) = make_k_eq_v(num_hidden_layers=4, num_kv_shared_layers=2), prompt()
     cache, real = FP8Cache(model), mask.bool()
     out = run(model, cache, ids, mask)
     assert relative_error(out[real], without_cache(model, ids, mask)[real]) < LOST
     assert cache.layers[1].shared.spec == LATENT
-
-
-@pytest.mark.slow
-def test_a_static_cache_is_compiled():
-    model, (ids, mask) = make(), prompt(1)
-    eager = run(model, FP8Cache(model, max_cache_len=350), ids, mask)
-    cache = FP8Cache(model, max_cache_len=350)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        model(ids[:, :330], past_key_values=cache)
-        outs = [
-            compiled(ids[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache).logits
-            for i in range(330, LENGTH)
-        ]
-    assert relative_error(torch.cat(outs, 1), eager[:, 330:]) < LOST

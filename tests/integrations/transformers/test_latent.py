@@ -1,7 +1,7 @@
 """Latent attention (MLA) of transformers' models on an `FP8Cache`, against the model without a cache."""
 
-import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,65 +14,26 @@ from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import unsupported_reason
 from fp8attn.integrations.transformers.latent import _statics, absorb, expand, latent_modules, read_latents
 from fp8attn.numerics import relative_error
+from tests.support import latents
+from tests.support.latents import make_latents, without_cache
 from tests.support.transformers_models import one_thread  # noqa: F401
 
 if not hasattr(transformers, "Mistral4Config"):
     pytest.skip("transformers caches latents from 5.24 on", allow_module_level=True)
 
-SIZES = dict(
-    vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=256, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48,
-    max_position_embeddings=1024, first_k_dense_replace=9, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-    topk_group=1, moe_intermediate_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-)  # fmt: skip
 LOST = 0.02  # of logits: a latent loses 1%, and each layer has another
-
-
-def make(config=transformers.DeepseekV3Config, **changes):
-    """A random model whose attention is neither flat nor one-hot, and whose norms have unequal weights."""
-    torch.manual_seed(0)
-    config = config(**SIZES | changes)
-    model = transformers.Mistral4Model if config.model_type == "mistral4" else transformers.DeepseekV3ForCausalLM
-    model = model._from_config(config, attn_implementation="sdpa").eval()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data.normal_(0, module.in_features**-0.5)
-    for module in latent_modules(model):
-        module.kv_a_layernorm.weight.data[:128] = 0.1  # and 1 in the other block
-        module.kv_b_proj.weight.data[:, :128] *= 10
-    return model
+run = partial(latents.run, cuts=(130, 140, 147, 148, 149))
 
 
 def prompt(batch=2, length=150):
-    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if batch > 1:
-        mask[0, :17] = ids[0, :17] = 0
-    return ids, mask
-
-
-@torch.no_grad()
-def run(model, cache, ids, mask, cuts=(130, 140, 147, 148, 149)):
-    """The logits of all tokens, which are given in pieces."""
-    position, outs = (mask.cumsum(-1) - 1).clamp_min(0), []
-    for a, b in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
-        out = model(ids[:, a:b], attention_mask=mask[:, :b], position_ids=position[:, a:b], past_key_values=cache)
-        outs.append(getattr(out, "logits", out[0]))
-    return torch.cat(outs, 1)
-
-
-@torch.no_grad()
-def without_cache(model, ids, mask):
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    out = model(ids, attention_mask=mask, position_ids=position, use_cache=False)
-    return getattr(out, "logits", out[0])
+    return latents.prompt(batch, length, 97)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [transformers.DeepseekV3Config, transformers.Mistral4Config])
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 160}], ids=["growing", "static"])
 def test_chunks_and_steps_are_right(config, options, dtype):
-    model, (ids, mask) = make(config).to(dtype), prompt()
+    model, (ids, mask) = make_latents(config).to(dtype), prompt()
     real = mask.bool()
     exact = without_cache(model.float(), ids, mask)[real]
     model = model.to(dtype)
@@ -95,7 +56,7 @@ def test_means_and_factors_come_from_random_tokens(monkeypatch):
     """The small block keeps its digits; without its factor it would lose ten times as many. The model reads the tokens
     once, and no prompt changes what is read.
     """
-    model, (ids, mask) = make(), prompt(1)
+    model, (ids, mask) = make_latents(), prompt(1)
     exact = without_cache(model, ids, mask)
     kept = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
     statics = read_latents(model)
@@ -112,7 +73,7 @@ def test_means_and_factors_come_from_random_tokens(monkeypatch):
         pages = FP8Cache(model).layers[index].shared.paged.pages(index)
         assert torch.equal(pages.format.v_mean, mean) and torch.equal(pages.format.factor, factor)
     assert read_latents(model) is statics and [*statics] == [0, 1]
-    assert read_latents(make().to("meta")) == {}
+    assert read_latents(make_latents().to("meta")) == {}
     monkeypatch.setattr("fp8attn.integrations.transformers.cache.read_latents", lambda model: {})
     assert relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:]) > 3 * kept
 
@@ -120,7 +81,7 @@ def test_means_and_factors_come_from_random_tokens(monkeypatch):
 @pytest.mark.parametrize("wrong", [0.0, 3.0, torch.nan])
 def test_a_mean_that_was_read_badly_costs_digits_only(monkeypatch, wrong):
     """As of a model whose weights changed since: the mean is three deviations off."""
-    model, (ids, mask) = make(), prompt(1)
+    model, (ids, mask) = make_latents(), prompt(1)
     exact = without_cache(model, ids, mask)
     right = relative_error(run(model, FP8Cache(model), ids, mask)[:, 130:], exact[:, 130:])
     statics = {index: _statics(torch.full((2, 256), wrong)) for index in range(2)}
@@ -133,7 +94,7 @@ def test_a_mean_that_was_read_badly_costs_digits_only(monkeypatch, wrong):
 
 def test_absorbed_attention_is_expanded_attention():
     """In float64: scores of absorbed queries and latents are those of queries and expanded keys, and so are values."""
-    model = make().double()
+    model = make_latents().double()
     (module, *_) = latent_modules(model)
     x, rope = torch.randn(2, 1, 9, 256).double(), torch.randn(2, 1, 9, 64).double()
     q = torch.randn(2, 4, 3, 96).double()
@@ -144,83 +105,6 @@ def test_absorbed_attention_is_expanded_attention():
     torch.testing.assert_close(expand(module, (p @ x).transpose(1, 2)), (p @ value).transpose(1, 2))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 16}],
-    ids=["greedy", "beams", "prompt lookup", "chunks"],
-)
-def test_generate(options):
-    """The tokens of the model's own cache, if none of them is close: the random model has few near ties."""
-    model, (ids, _) = make(), prompt(1, 40)
-    more = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        want = model.generate(ids, **more)
-        out = model.generate(ids, past_key_values=FP8Cache(model), **more)
-    assert torch.equal(out, want)
-
-
-def test_crop():
-    model, (ids, mask) = make(), prompt(1)
-    cache = FP8Cache(model)
-    run(model, cache, ids, mask)
-    cache.crop(-20)
-    assert cache.get_seq_length() == 130
-    with torch.no_grad():
-        out = model(ids[:, 130:], past_key_values=cache).logits
-    assert relative_error(out, without_cache(model, ids, mask)[:, 130:]) < LOST
-
-
-def test_copies_continue_apart():
-    model, (ids, mask) = make(), prompt(1)
-    cache = FP8Cache(model)
-    run(model, cache, ids[:, :140], mask[:, :140], cuts=(130,))
-    twin = copy.deepcopy(cache)
-    with torch.no_grad():
-        ours, theirs = (model(ids[:, 140:], past_key_values=each).logits for each in (cache, twin))
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 160}], ids=["growing", "static"])
-def test_files(tmp_path, options):
-    model, (ids, mask) = make(), prompt()
-    cache = FP8Cache(model, **options)
-    run(model, cache, ids[:, :140], mask[:, :140], cuts=(130,))
-    cache.save(tmp_path / "a.safetensors")
-    back = FP8Cache.load(tmp_path / "a.safetensors", model, **options)
-    position = (mask.cumsum(-1) - 1)[:, 140:]
-    with torch.no_grad():
-        ours, theirs = (
-            model(ids[:, 140:], attention_mask=mask, position_ids=position, past_key_values=each).logits
-            for each in (cache, back)
-        )
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.slow
-def test_a_static_cache_is_compiled():
-    model, (ids, mask) = make(), prompt(1)
-    eager = run(model, FP8Cache(model, max_cache_len=160), ids, mask)
-    cache = FP8Cache(model, max_cache_len=160)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        model(ids[:, :130], past_key_values=cache)
-        outs = [
-            compiled(ids[:, i : i + 1], position_ids=torch.tensor([[i]]), past_key_values=cache).logits
-            for i in range(130, 150)
-        ]
-    assert relative_error(torch.cat(outs, 1), eager[:, 130:]) < LOST
-
-
-def test_another_attention_function_reads_the_same_cache():
-    model, (ids, mask) = make(), prompt(1)
-    cache = FP8Cache(model)
-    model.set_attn_implementation("sdpa")
-    with pytest.warns(UserWarning, match="dequantizes all of its K and V"):
-        out = run(model, cache, ids, mask)
-    assert relative_error(out, without_cache(model, ids, mask)) < LOST
-
-
 def test_an_adapter_on_the_projection_is_expanded():
     """Its weight is not what it multiplies by."""
 
@@ -228,7 +112,7 @@ def test_an_adapter_on_the_projection_is_expanded():
         def forward(self, x):
             return super().forward(x) * 1.5
 
-    model, (ids, mask) = make(), prompt(1)
+    model, (ids, mask) = make_latents(), prompt(1)
     for module in latent_modules(model):
         adapter = Adapter(*reversed(module.kv_b_proj.weight.shape), bias=False)
         adapter.weight = module.kv_b_proj.weight
@@ -239,7 +123,7 @@ def test_an_adapter_on_the_projection_is_expanded():
 
 
 def test_training_and_plain_caches_work_on_the_same_model():
-    model, (ids, mask) = make(), prompt()
+    model, (ids, mask) = make_latents(), prompt()
     plain = run(model, DynamicCache(config=model.config), ids, mask)[mask.bool()]
     FP8Cache(model)
     assert torch.allclose(run(model, DynamicCache(config=model.config), ids, mask)[mask.bool()], plain, atol=2e-5)
@@ -260,7 +144,7 @@ def test_sparse_models_are_refused_by_name(name):
 
 
 def test_what_is_refused():
-    model, (ids, _) = make(), prompt(1)
+    model, (ids, _) = make_latents(), prompt(1)
     for options, said in (
         ({"rotate_keys": False}, "'deepseek_v3' caches latents.*leave out scales and rotate_keys"),
         ({"key_dtype": "e4m3"}, "have no key_dtype='e4m3'"),
@@ -276,7 +160,7 @@ def test_what_is_refused():
             cache.crop(0)
             model(ids[:, :100], past_key_values=cache)
     with pytest.raises(UsageError, match=r"there are no pages k72\.int8-v64"):
-        FP8Cache(make(kv_lora_rank=64, qk_rope_head_dim=8))
+        FP8Cache(make_latents(kv_lora_rank=64, qk_rope_head_dim=8))
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["as loaded", "with a cache of its own before"])
@@ -284,8 +168,8 @@ def test_an_assistant_that_caches_latents(used):
     """The tokens of greedy decoding on the same cache, across the end of a page. The assistant is the model without its
     last layer, of which some guesses are right, and has transformers' own cache.
     """
-    model, (ids, _) = make(), prompt(1, 120)
-    assistant = make(num_hidden_layers=1)
+    model, (ids, _) = make_latents(), prompt(1, 120)
+    assistant = make_latents(num_hidden_layers=1)
     assistant.load_state_dict(model.state_dict(), strict=False)
     assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
     if used:
