@@ -7,7 +7,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, UsageError, latent
 from fp8attn.formats.latent import channels
 from fp8attn.formats.page_layout import latent_of
-from fp8attn.formats.spec import PageSpec
+from fp8attn.formats.spec import ROPE_IN_CODES, SPARE, PageSpec
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.formats.test_latent import ERROR
@@ -32,7 +32,12 @@ SCALE = 192**-0.5
 )
 @pytest.mark.parametrize(
     "spec",
-    [SPEC, PageSpec.latent(256, 32), PageSpec.latent(128, 0), PageSpec.latent(512, 128, rope_in_codes=True)],
+    [
+        SPEC,
+        PageSpec.latent(256, 32),
+        PageSpec.latent(128, 0),
+        PageSpec.latent(*ROPE_IN_CODES, rope_in_codes=True, spare=SPARE),
+    ],
     ids=lambda spec: spec.name,
 )
 @pytest.mark.parametrize("static", [False, True], ids=["", "mean and factor"])

@@ -12,13 +12,13 @@ from fp8attn import KVPages, PagedKVCache, UsageError
 from fp8attn._torch_ops import resolve
 from fp8attn.formats.codec import CODECS, E4M3, INT8
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.spec import HEAD_DIMS, RANKS, ROPES, SPECS, PageSpec, spec_of
+from fp8attn.formats.spec import HEAD_DIMS, RANKS, ROPE_IN_CODES, ROPES, SPARE, SPECS, PageSpec, spec_of
 
 LATENT = PageSpec.latent(512, 64)
 
 
 def test_pages_that_exist_have_names_and_layouts():
-    assert len(SPECS) == len(HEAD_DIMS) * len(CODECS) + len(RANKS) * len(ROPES) + 1
+    assert len(SPECS) == len(HEAD_DIMS) * len(CODECS) + len(RANKS) * len(ROPES) + 2
     for name, spec in SPECS.items():
         assert spec.name == name and spec_of(name) is spec and spec.refusal is None and PageSpec.of(spec) is spec
         if spec.v_in_k:
@@ -46,6 +46,14 @@ def test_pages_of_latents():
         PagedKVCache(1, LATENT, key_dtype="e4m3")
 
 
+def test_blocks_of_an_engine_beside_k_and_v():
+    """Three pages are as long as two of head_dim 512 and four of 256. No part is elsewhere than without spare bytes."""
+    plain, spec = (PageSpec.latent(*ROPE_IN_CODES, rope_in_codes=True, spare=spare) for spare in (0, SPARE))
+    assert (plain.layout.token_bytes, spec.layout.token_bytes) == (644, 684)
+    assert 3 * spec.layout.nbytes == 2 * PageSpec.of(512).layout.nbytes == 4 * PageSpec.of(256).layout.nbytes
+    assert replace(spec.layout, nbytes=plain.layout.nbytes) == plain.layout and spec.widths == plain.widths
+
+
 def test_specs_are_keys():
     """Equal specs are one key, also after a copy, and specs that differ in one attribute are others."""
     spec = PageSpec.of(64)
@@ -55,9 +63,18 @@ def test_specs_are_keys():
         == {spec: 1}[copy.deepcopy(spec)]
         == 1
     )
-    changes = {"k_dim": 80, "v_dim": 80, "k": E4M3, "v": INT8, "v_in_k": True, "scales": "token", "tokens": 64}
-    assert len({spec, *(replace(spec, **{name: value}) for name, value in changes.items())}) == 8
-    assert len({replace(spec, **{name: value}).name for name, value in changes.items()}) == 7
+    changes = {
+        "k_dim": 80,
+        "v_dim": 80,
+        "k": E4M3,
+        "v": INT8,
+        "v_in_k": True,
+        "scales": "token",
+        "tokens": 64,
+        "spare": 8,
+    }
+    assert len({spec, *(replace(spec, **{name: value}) for name, value in changes.items())}) == 9
+    assert len({replace(spec, **{name: value}).name for name, value in changes.items()}) == 8
 
 
 REFUSAL = r"there are no pages|head_dim must be one of \(64, 80, 96, 128, 192, 256, 512\); got"

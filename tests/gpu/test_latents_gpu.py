@@ -3,6 +3,7 @@ CUDA graphs.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fp8attn
 from fp8attn import AttentionParams, KVPages, PagedKVCache, UsageError, latent
 from fp8attn.formats.latent import channels
 from fp8attn.formats.page_layout import PAGE_SIZE, latent_of
-from fp8attn.formats.spec import PageSpec
+from fp8attn.formats.spec import SPARE, PageSpec
 from fp8attn.numerics import relative_error
 from fp8attn.params import Append
 from tests.support import latents
@@ -30,6 +31,7 @@ CUDA = torch.device("cuda", 0)
 SPEC = PageSpec.latent(512, 64)
 SMALL = PageSpec.latent(256, 32)
 IN_CODES = PageSpec.latent(512, 128, rope_in_codes=True)
+SPARED = replace(IN_CODES, spare=SPARE)
 SCALE = 192**-0.5
 BACKENDS = [
     "triton",
@@ -93,7 +95,9 @@ def check(pages: KVPages, q: torch.Tensor, params: AttentionParams, backend: str
 
 @pytest.mark.parametrize(("before", "new"), [([0, 0], [1, 1]), ([127, 130], [1, 1]), ([120, 0, 5], [16, 0, 3]),
                                         ([100, 0], [1500, 40]), ([0], [5000])], ids=str)  # fmt: skip
-@pytest.mark.parametrize("spec", [SPEC, SMALL, PageSpec.latent(128, 0), PageSpec.latent(1024, 128), IN_CODES], ids=str)
+@pytest.mark.parametrize(
+    "spec", [SPEC, SMALL, PageSpec.latent(128, 0), PageSpec.latent(1024, 128), IN_CODES, SPARED], ids=str
+)
 @pytest.mark.parametrize("static", [False, True], ids=["", "mean and factor"])
 def test_append_writes_the_references_bytes(before, new, spec, static):
     ours = empty([a + b for a, b in zip(before, new, strict=True)], spec, static=static, device=CUDA)

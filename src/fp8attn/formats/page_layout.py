@@ -6,6 +6,7 @@ scales. A page of latent attention (MLA) holds the codes of 128 latents `[128, r
 
 A page of head_dim 512 is as long as two of 256: 128 bytes before its header are not used. Serving engines give layers
 of both (Gemma 4) blocks from one pool, and make these equally large by their tokens, which must fill whole pages.
+Pages of latents beside them have unused bytes for that, too (`spec.SPARE`).
 
 V has groups of 16 tokens, and each group is transposed. An FP8 tensor-core operand must be contiguous along the
 contracted axis, which is V's tokens. 8 channels of a group are 128 contiguous bytes, the unit that a tensor core reads
@@ -69,13 +70,13 @@ class PageLayout:
         return cls(k_dim, v_dim, 0, k_bytes, k_bytes, v_bytes, nbytes - HEADER, nbytes)
 
     @classmethod
-    def latent(cls, k_dim: int, v_dim: int, rope_bytes: int) -> PageLayout:
+    def latent(cls, k_dim: int, v_dim: int, rope_bytes: int, spare: int = 0) -> PageLayout:
         """The layout of pages of latents with `v_dim` channels, and `k_dim - v_dim` channels with RoPE of `rope_bytes`
-        each.
+        each. `spare`: bytes of a token that are not used, at the end of the page.
         """
         code_bytes, rope_bytes = PAGE_SIZE * v_dim, PAGE_SIZE * (k_dim - v_dim) * rope_bytes
         scales = code_bytes + rope_bytes
-        return cls(k_dim, v_dim, 0, code_bytes, code_bytes, rope_bytes, scales, scales + 4 * PAGE_SIZE)
+        return cls(k_dim, v_dim, 0, code_bytes, code_bytes, rope_bytes, scales, scales + (4 + spare) * PAGE_SIZE)
 
 
 # Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8, whose header is at the end of a page
@@ -103,7 +104,7 @@ def latent_of(pool: torch.Tensor, page: PageLayout) -> tuple[torch.Tensor, torch
     return (
         codes,
         rope.unflatten(2, (PAGE_SIZE, rope_dim)),
-        pool[:, :, page.header_offset :].view(torch.float32),
+        pool[:, :, page.header_offset : page.header_offset + 4 * PAGE_SIZE].view(torch.float32),
     )
 
 

@@ -14,6 +14,8 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # channels of heads that pages exi
 RANKS = (128, 256, 512, 1024)  # channels of latents, and of the key with RoPE beside them, that pages exist for
 ROPES = (0, 32, 64, 128)
 ROPE_IN_CODES = (512, 128)  # the rank and the channels with RoPE that have pages in which all channels are codes
+# With so many spare bytes a token, three of these pages are as long as two of head_dim 512, or four of 256 (Gemma 4).
+SPARE = 40
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PageSpec:
         v_in_k: whether V is the first `v_dim` channels of K, as in multi-head latent attention, so that only K is
             stored. The other channels of K, which have RoPE, are in FP16,
         rope_in_codes: or in K's codec, with the scale of their token.
+        spare: bytes of a token that nothing uses, so that blocks of an engine have one size (`SPARE`).
         scales: whether a page has one scale of K and one of V, or each token its own.
         tokens: tokens of a page.
         name: all of the above in one word, by which torch ops and compiled code pass a spec.
@@ -41,6 +44,7 @@ class PageSpec:
     v: Codec = E4M3
     v_in_k: bool = False
     rope_in_codes: bool = False
+    spare: int = 0
     scales: Literal["page", "token"] = "page"
     tokens: int = PAGE_SIZE
 
@@ -51,6 +55,7 @@ class PageSpec:
     def __post_init__(self) -> None:
         name = f"k{self.k_dim}.{self.k.name}-v{self.v_dim}.{self.v.name}"
         name += "-v_in_k" * self.v_in_k + "-rope_in_codes" * self.rope_in_codes
+        name += f"-{self.spare}_spare" if self.spare else ""
         name += "" if self.scales == "page" else f"-{self.scales}_scales"
         # They are no fields: Dynamo passes every field of a frozen dataclass to the constructor.
         vars(self)["name"] = name + ("" if self.tokens == PAGE_SIZE else f"-{self.tokens}_tokens")
@@ -74,11 +79,13 @@ class PageSpec:
         return cls(head_dim, head_dim, codec)
 
     @classmethod
-    def latent(cls, rank: int, rope: int, rope_in_codes: bool = False) -> PageSpec:
+    def latent(cls, rank: int, rope: int, rope_in_codes: bool = False, spare: int = 0) -> PageSpec:
         """The spec of latent attention (MLA): `rank` channels that are key and value of all heads, and `rope` channels
         of a key with RoPE, in FP16 or in codes. `refusal` says whether there are such pages.
         """
-        return cls(rank + rope, rank, INT8, INT8, v_in_k=True, rope_in_codes=rope_in_codes, scales="token")
+        return cls(
+            rank + rope, rank, INT8, INT8, v_in_k=True, rope_in_codes=rope_in_codes, spare=spare, scales="token"
+        )  # fmt: skip
 
     @property
     def static_widths(self) -> dict[str, int]:
@@ -131,11 +138,11 @@ SPECS = {
     for spec in (
         *(PageSpec(head_dim, head_dim, codec) for codec in CODECS.values() for head_dim in HEAD_DIMS),
         *(PageSpec.latent(rank, rope) for rank in RANKS for rope in ROPES),
-        PageSpec.latent(*ROPE_IN_CODES, rope_in_codes=True),
+        *(PageSpec.latent(*ROPE_IN_CODES, rope_in_codes=True, spare=spare) for spare in (0, SPARE)),
     )
 }
 LAYOUTS = {
-    spec.name: PageLayout.latent(spec.k_dim, spec.v_dim, 1 if spec.rope_in_codes else 2)
+    spec.name: PageLayout.latent(spec.k_dim, spec.v_dim, 1 if spec.rope_in_codes else 2, spec.spare)
     if spec.v_in_k
     else PageLayout.of(spec.k_dim, spec.v_dim)
     for spec in SPECS.values()

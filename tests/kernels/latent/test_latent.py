@@ -1,6 +1,7 @@
 """The kernels of latents in Triton's interpreter, on a CPU: the reference's bytes, and attention against float64."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ pytest.importorskip("triton")
 import fp8attn
 from fp8attn import AttentionParams, KVPages, UsageError, latent
 from fp8attn.formats.page_layout import latent_of
-from fp8attn.formats.spec import PageSpec
+from fp8attn.formats.spec import SPARE, PageSpec
 from fp8attn.kernels import latent as kernels
 from fp8attn.params import Append
 from tests.support.interpreted import QUIET, dynamo_knows_torch, poisoned  # noqa: F401
@@ -20,6 +21,7 @@ from tests.support.latents import cumulative, empty, filled, tokens
 pytestmark = QUIET
 SPEC = PageSpec.latent(256, 32)
 IN_CODES = PageSpec.latent(512, 128, rope_in_codes=True)
+SPARED = replace(IN_CODES, spare=SPARE)
 SCALE = 0.03  # scores have a deviation of about one
 
 
@@ -46,7 +48,7 @@ def same_bytes(ours: KVPages, theirs: KVPages) -> None:
         (PageSpec.latent(512, 64), True, torch.bfloat16, 1),
         (PageSpec.latent(128, 0), False, torch.float16, 1),
         (IN_CODES, False, torch.bfloat16, 2),
-        (IN_CODES, True, torch.float16, 1),
+        (SPARED, True, torch.float16, 1),
     ],
     ids=str,
 )
@@ -91,7 +93,7 @@ CASES = {
     "no RoPE": (PageSpec.latent(128, 0), [130], [2], 4, {}),
     "DeepSeek's": (PageSpec.latent(512, 64), [300, 17], [1, 1], 16, {}),
     "many heads": (SPEC, [140], [1], 72, {}),
-    "RoPE in codes": (IN_CODES, [300, 17], [3, 1], 8, {}),
+    "RoPE in codes": (SPARED, [300, 17], [3, 1], 8, {}),
 }
 
 
