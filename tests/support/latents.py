@@ -1,78 +1,67 @@
-"""Small models whose layers cache latents, and what tests run on them."""
+"""Pages of latents for tests, whose unused bytes are poisoned, and attention over them in float64."""
 
-import pytest
+from __future__ import annotations
+
 import torch
-import transformers
 
-from fp8attn.integrations.transformers.latent import latent_modules
-from tests.support import transformers_models
-from tests.support.transformers_models import VOCABULARY, using
+import fp8attn
+from fp8attn import PAGE_SIZE, KVPages
+from fp8attn.formats.spec import PageSpec
+from tests.support.kernel_cases import POISON, cumulative
 
-SIZES = dict(
-    vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=256, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48,
-    max_position_embeddings=1024, first_k_dense_replace=9, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-    topk_group=1, moe_intermediate_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-)  # fmt: skip
+__all__ = ["cumulative", "empty", "expected", "filled", "statics", "tokens"]
 
 
-def make_latents(config=None, **changes):
-    """A random model with latent attention (DeepSeek V3, or of another config), which is neither flat nor one-hot, and
-    whose norms have unequal weights."""
-    if not hasattr(transformers, "Mistral4Config"):
-        pytest.skip("transformers caches latents from 5.24 on")
-    torch.manual_seed(0)
-    config = (config or transformers.DeepseekV3Config)(**SIZES | changes)
-    model = transformers.Mistral4Model if config.model_type == "mistral4" else transformers.DeepseekV3ForCausalLM
-    model = model._from_config(config, attn_implementation="sdpa").eval()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.weight.data.normal_(0, module.in_features**-0.5)
-    for module in latent_modules(model):
-        module.kv_a_layernorm.weight.data[:128] = 0.1  # and 1 in the other block
-        module.kv_b_proj.weight.data[:, :128] *= 10
-    return model
+def statics(spec: PageSpec, heads: int = 1, device="cpu") -> dict[str, torch.Tensor]:
+    """A mean and factors of blocks that differ by an order of magnitude."""
+    factor = 10.0 ** torch.linspace(-0.5, 0.5, spec.v_dim // 128, device=device)
+    return {"v_mean": torch.randn(heads, spec.v_dim, device=device), "factor": factor.expand(heads, -1).contiguous()}
 
 
-def make_k_eq_v(**changes):
-    """Gemma 4 whose keys of full layers follow from their values. Windows of 32 tokens stay in 16 bits. The weights of
-    the keys' norms differ by channel, as of trained models."""
-    options = {"num_global_key_value_heads": 2, "num_kv_shared_layers": 0, "num_hidden_layers": 2} | changes
-    options["layer_types"] = ["sliding_attention", "full_attention"] * (options["num_hidden_layers"] // 2)
-    model = transformers_models.make("gemma4-512-k-is-v-shared-kv", **options)
-    generator = torch.Generator().manual_seed(2)
-    for module in model.modules():
-        if hasattr(module, "k_norm") and module.head_dim == 512:
-            size = torch.randn(512, generator=generator).mul(0.7).exp()
-            module.k_norm.weight.data = 0.05 * size * torch.randn(512, generator=generator).sign()
-    return model
+def empty(lengths: list[int], spec: PageSpec, heads: int = 1, static: bool = False, device="cpu") -> KVPages:
+    """Pages for `lengths`, shuffled. All bytes are poisoned: RoPE's channels and the scales are NaN."""
+    columns = max(1, -(-max(lengths) // PAGE_SIZE))
+    seqs = len(lengths)
+    more = statics(spec, heads, device) if static else {}
+    pages = KVPages.empty(seqs * columns + 2, heads, spec, seqs, columns, device, **more)
+    pages.page_table.copy_(torch.randperm(pages.num_pages, device=device)[: seqs * columns].view(seqs, columns))
+    pages.pool.fill_(POISON | 0x80)
+    return pages
 
 
-def prompt(batch, length, vocabulary=VOCABULARY):
-    """Ids `[batch, length]` and their mask; of several sequences, the first begins with padding."""
-    ids = torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if batch > 1:
-        mask[0, :17] = ids[0, :17] = 0
-    return ids, mask
+def tokens(n: int, spec: PageSpec, dtype=torch.float32, heads: int = 1, device="cpu") -> tuple[torch.Tensor, ...]:
+    """Latents of tokens of several sizes, and their keys with RoPE."""
+    size = torch.exp2(torch.randint(-1, 2, (n, 1, 1), device=device).float())
+    x, rope = (torch.randn(n, heads, width, device=device) for width in spec.widths)
+    return (x * size).to(dtype), rope.to(dtype)
 
 
-def logits(out):
-    return getattr(out, "logits", out[0])
+def filled(lengths: list[int], spec: PageSpec, heads: int = 1, static: bool = False, device="cpu") -> KVPages:
+    """Pages with random tokens."""
+    pages = empty(lengths, spec, heads, static, device)
+    fp8attn.append(
+        pages, *tokens(sum(lengths), spec, torch.float32, heads, device), cu_seqlens=cumulative(lengths, device),
+        max_seqlen=max(lengths), backend="reference",
+    )  # fmt: skip
+    return pages
 
 
-@torch.no_grad()
-def run(model, cache, ids, mask, cuts):
-    """The logits of all tokens, which are given in pieces."""
-    position, outs = (mask.cumsum(-1) - 1).clamp_min(0), []
-    for a, b in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
-        given = {"attention_mask": mask[:, :b], "position_ids": position[:, a:b], "past_key_values": cache}
-        outs.append(logits(model(ids[:, a:b], **given)))
-    return torch.cat(outs, 1)
-
-
-@torch.no_grad()
-def without_cache(model, ids, mask):
-    position = (mask.cumsum(-1) - 1).clamp_min(0)
-    with using(model, "eager"):
-        return logits(model(ids, attention_mask=mask, position_ids=position, use_cache=False))
+def expected(
+    q: torch.Tensor, pages: KVPages, queries: list[int], scale: float, *, causal: bool = True,
+    window: int | None = None, leftpad: list[int] | None = None, **neutral: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention over the dequantized pages in float64, from the definition: `out [T, heads, rank]`, and the LSE."""
+    outs, lses, group = [], [], q.shape[1] // pages.num_kv_heads
+    for seq, (rows, length) in enumerate(zip(q.double().split(queries), pages.cache_seqlens.tolist(), strict=True)):
+        x, rope = pages.read(seq, length, torch.float64)
+        key = torch.cat([x, rope], -1).repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->qhk", rows, key) * scale
+        at, token = length - len(rows) + torch.arange(len(rows))[:, None], torch.arange(length)
+        hidden = token < (leftpad[seq] if leftpad else 0)
+        hidden = hidden | (token > at) if causal else hidden.expand(len(rows), -1)
+        hidden = hidden | (token <= at - window) if window else hidden
+        scores = scores.masked_fill(hidden[:, None].to(q.device), -torch.inf)
+        weights = scores.softmax(-1).nan_to_num() if length else scores
+        outs.append(torch.einsum("qhk,khd->qhd", weights, x.repeat_interleave(group, 1)))
+        lses.append(scores.logsumexp(-1))
+    return torch.cat(outs), torch.cat(lses)

@@ -12,18 +12,18 @@ from fp8attn.integrations.transformers.config import layers_of
 from fp8attn.integrations.transformers.layers import CacheOptions
 from fp8attn.numerics import relative_error
 from fp8attn_tools import calibrate
-from tests.support import latents
-from tests.support.latents import make_k_eq_v, without_cache
+from tests.support import latent_models
+from tests.support.latent_models import make_k_eq_v, without_cache
 from tests.support.transformers_models import one_thread  # noqa: F401
 
 LATENT = PageSpec.latent(512, 128, rope_in_codes=True)
 LENGTH, CUTS = 340, (300, 310, 330, 338, 339)  # a prompt, chunks and steps
 LOST = 0.02
-run = partial(latents.run, cuts=CUTS)
+run = partial(latent_models.run, cuts=CUTS)
 
 
 def prompt(batch=2, length=LENGTH):
-    return latents.prompt(batch, length)
+    return latent_models.prompt(batch, length)
 
 
 def test_absorbed_attention_is_attention():

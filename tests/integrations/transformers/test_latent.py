@@ -14,19 +14,19 @@ from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.integrations.transformers.config import unsupported_reason
 from fp8attn.integrations.transformers.latent import _statics, absorb, expand, latent_modules, read_latents
 from fp8attn.numerics import relative_error
-from tests.support import latents
-from tests.support.latents import make_latents, without_cache
+from tests.support import latent_models
+from tests.support.latent_models import make_latents, without_cache
 from tests.support.transformers_models import one_thread  # noqa: F401
 
 if not hasattr(transformers, "Mistral4Config"):
     pytest.skip("transformers caches latents from 5.24 on", allow_module_level=True)
 
 LOST = 0.02  # of logits: a latent loses 1%, and each layer has another
-run = partial(latents.run, cuts=(130, 140, 147, 148, 149))
+run = partial(latent_models.run, cuts=(130, 140, 147, 148, 149))
 
 
 def prompt(batch=2, length=150):
-    return latents.prompt(batch, length, 97)
+    return latent_models.prompt(batch, length, 97)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,7 @@ import torch
 
 from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.numerics import relative_error
-from tests.support.latents import make_k_eq_v, make_latents, prompt, run, without_cache
+from tests.support.latent_models import make_k_eq_v, make_latents, prompt, run, without_cache
 from tests.support.transformers_models import one_thread, using  # noqa: F401
 
 LOST = 0.02  # of logits
