@@ -17,7 +17,7 @@ import torch
 from fp8attn import KVPages, ops
 from fp8attn.formats.page_layout import PAGE_SIZE
 from fp8attn.formats.spec import PageSpec
-from fp8attn.integrations.transformers.k_eq_v import absorb, key_of, to_latent
+from fp8attn.integrations.k_eq_v import absorb, key_matrix, key_of, to_latent
 from fp8attn.kernels.latent.hopper import latent_decode
 from fp8attn.kernels.portable import portable_attention
 
@@ -44,8 +44,7 @@ def runs(case: str) -> dict[str, Run]:
 
 def latents(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Run:
     """Over pages of V and the turned channels of K, in a random order. K's other channels are those of V."""
-    weight = torch.ones(LATENTS.k_dim, dtype=q.dtype, device=DEVICE)
-    weight[:64] = weight[256:320] = 0.0  # as `key_weights`
+    matrix = key_matrix(torch.ones(LATENTS.v_dim, dtype=q.dtype, device=DEVICE), LATENTS.k_dim - LATENTS.v_dim)
     counts = [-(-n // PAGE_SIZE) for n in shape.keys]
     order = torch.randperm(sum(counts) + 1, device=DEVICE).int()
     pages = KVPages.empty(len(order), shape.kv_heads, LATENTS, len(counts), max(counts), DEVICE)
@@ -53,13 +52,13 @@ def latents(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     pages.page_table[:] = order[-1]
     for seq, ids in enumerate(order[:-1].split(counts)):
         pages.page_table[seq, : counts[seq]] = ids
-    ops.append(pages, *to_latent(k, v, weight), cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys))
+    ops.append(pages, *to_latent(k, v, matrix), cu_seqlens=offsets(shape.keys), max_seqlen=max(shape.keys))
 
     def held(seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, rope = pages.read(seq, shape.keys[seq], torch.float64)
-        return key_of(x, rope, weight), x
+        return key_of(x, rope, matrix), x
 
-    return Run(lambda: ours(latent_decode, shape, absorb(q, weight), pages)(), q, held)
+    return Run(lambda: ours(latent_decode, shape, absorb(q, matrix), pages)(), q, held)
 
 
 def calls(case: str) -> dict[str, Callable]:

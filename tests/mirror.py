@@ -57,7 +57,10 @@ ROWS = {
         "vllm/test_static.py",
     ),
     "fp8attn/integrations/engine/steps.py": ("integrations/engine/test_engine.py", "vllm/test_steps.py"),
-    "fp8attn/integrations/transformers/k_eq_v.py": ("integrations/transformers/test_latent_caches.py",),
+    "fp8attn/integrations/k_eq_v.py": (
+        "integrations/transformers/test_k_eq_v.py",
+        "integrations/transformers/test_latent_caches.py",
+    ),
     "fp8attn/integrations/transformers/attention.py": (
         "integrations/transformers/test_windows.py",
         "integrations/transformers/test_wide.py",

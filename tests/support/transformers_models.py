@@ -45,7 +45,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttenti
 from fp8attn import fake_quantize
 from fp8attn.formats import latent
 from fp8attn.formats.rotation import rotate_back
-from fp8attn.integrations.transformers import FP8Cache, k_eq_v
+from fp8attn.integrations import k_eq_v
+from fp8attn.integrations.transformers import FP8Cache
 from fp8attn.numerics import relative_error
 
 VOCABULARY = 89
@@ -209,16 +210,16 @@ def one_thread():
 
 class OracleLayer(DynamicLayer):
     options: dict
-    key_weight = None  # of keys that follow from values
+    key_matrix = None  # of keys that follow from values
 
     def update(self, key_states, value_states, *args, **kwargs):
         k, v = super().update(key_states, value_states, *args, **kwargs)
-        if self.key_weight is None:
+        if self.key_matrix is None:
             return fake_quantize(k, v, **self.options)
-        rank, (x, rope) = v.shape[-1], k_eq_v.to_latent(k, v, self.key_weight)
+        rank, (x, rope) = v.shape[-1], k_eq_v.to_latent(k, v, self.key_matrix)
         codes, scale = latent.quantize(x.float(), rope=rope.float())
         x, rope = (rotate_back(codes * scale[..., None])[..., part] for part in (slice(rank), slice(rank, None)))
-        return k_eq_v.key_of(x, rope, self.key_weight).to(k.dtype), x.to(v.dtype)
+        return k_eq_v.key_of(x, rope, self.key_matrix).to(k.dtype), x.to(v.dtype)
 
 
 class OracleHybridLayer(LinearAttentionAndFullAttentionLayer, OracleLayer):
@@ -231,13 +232,13 @@ ORACLES = {DynamicLayer: OracleLayer, LinearAttentionAndFullAttentionLayer: Orac
 class Oracle(DynamicCache):
     """The contents of FP8Cache, dequantized: all tokens are quantized at once, at every read."""
 
-    def __init__(self, config, key_dtype="int8", rotate_keys=True, key_weights=None):
+    def __init__(self, config, key_dtype="int8", rotate_keys=True, key_matrices=None):
         super().__init__(config=config)
         for index, layer in enumerate(self.layers):
             if type(layer) in ORACLES:
                 self.layers[index] = ORACLES[type(layer)]()
                 self.layers[index].options = {"key_dtype": key_dtype, "rotate_keys": rotate_keys}
-                self.layers[index].key_weight = (key_weights or {}).get(index)
+                self.layers[index].key_matrix = (key_matrices or {}).get(index)
 
 
 def bare(model, rotate_keys=True, **options):

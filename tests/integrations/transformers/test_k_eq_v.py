@@ -7,9 +7,11 @@ import torch
 from transformers import DynamicCache
 
 from fp8attn.formats.spec import PageSpec
-from fp8attn.integrations.transformers import FP8Cache, build, k_eq_v
+from fp8attn.integrations import k_eq_v
+from fp8attn.integrations.transformers import FP8Cache, build
 from fp8attn.integrations.transformers.config import layers_of
 from fp8attn.integrations.transformers.layers import CacheOptions
+from fp8attn.integrations.transformers.weights import key_matrices
 from fp8attn.numerics import relative_error
 from fp8attn_tools import calibrate
 from tests.support import latent_models
@@ -38,23 +40,26 @@ def test_absorbed_attention_is_attention():
     layer.update = lambda k, v, *args, **kwargs: given.append((k, v)) or update(k, v, *args, **kwargs)
     with torch.no_grad():
         model(prompt(1, 50)[0], past_key_values=plain)
-    (key, value), weight = (x.double() for x in given[0]), k_eq_v.key_weights(model, layers_of(model.config))[1]
-    assert weight.shape == (640,) and not k_eq_v.turned(weight[:512], 128).any()
-    size = weight[512:].unique()
+    (key, value), matrix = (x.double() for x in given[0]), key_matrices(model, layers_of(model.config))[1]
+    assert matrix.shape == (512, 640) and (matrix != 0).sum() == 512 and not k_eq_v.turned(matrix.diagonal(), 128).any()
+    size = matrix[:, 512:].sum(0).unique()
     assert len(size) == 1 and size.log2() == size.log2().round()
-    latent, rope = k_eq_v.to_latent(key, value, weight)
+    latent, rope = k_eq_v.to_latent(key, value, matrix)
     assert rope.shape == (1, 2, 50, 128) and 0.5 < rope.square().mean().sqrt() < 2
-    back = k_eq_v.key_of(latent, rope, weight)
+    back = k_eq_v.key_of(latent, rope, matrix)
     assert torch.equal(k_eq_v.turned(back, 128), k_eq_v.turned(key, 128)) and relative_error(back, key) < 1e-6
     q = torch.randn(1, 2, 3, 512).double()
-    scores = k_eq_v.absorb(q, weight) @ torch.cat([latent, rope], -1).mT
+    scores = k_eq_v.absorb(q, matrix) @ torch.cat([latent, rope], -1).mT
     assert relative_error(scores, q @ key.mT) < 1e-6
 
 
-def test_many_queries_are_absorbed_as_few(monkeypatch):
-    monkeypatch.setattr(k_eq_v, "MANY", 600)
-    q, weight = torch.randn(2, 300, 512), torch.randn(640)
-    assert torch.equal(k_eq_v.absorb(q, weight)[1, -1:], k_eq_v.absorb(q[1, -1:], weight))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_absorbed_query_is_rounded_as_a_product_of_two_numbers(dtype):
+    q, w = torch.randn(2, 300, 512, dtype=dtype), torch.randn(512, dtype=dtype)
+    matrix = k_eq_v.key_matrix(w, 128)
+    turned = k_eq_v.turned(q, 128)
+    latent = torch.where(matrix.diagonal() == 0, 0.0, q * w)
+    assert torch.equal(k_eq_v.absorb(q, matrix), torch.cat([latent, turned * matrix[0, 512]], -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +112,7 @@ def test_what_keeps_k_and_v(changes, options):
         options = {"scales": calibrate(model, [ids])}
     cache = FP8Cache(model, **options)
     spec = PageSpec.of(512, options.get("key_dtype", "int8"))
-    assert cache.layers[1].key_weight is None and cache.layers[1].shared.spec == spec
+    assert cache.layers[1].key_matrix is None and cache.layers[1].shared.spec == spec
     real = mask.bool()
     lost = relative_error(run(model, cache, ids, mask)[real], without_cache(model, ids, mask)[real])
     assert lost < (0.05 if "key_dtype" in options else LOST)

@@ -45,9 +45,9 @@ def llama():
 def test_every_family_equals_a_plain_cache_of_the_rounded_values(family, keys):
     model, ids = make(family), prompt()
     ours, read_back = logits(model, bare(model, **keys), ids), bare(model, **keys)
-    follow = {index: layer.key_weight for index, layer in enumerate(read_back.layers) if hasattr(layer, "key_weight")}
+    follow = {index: layer.key_matrix for index, layer in enumerate(read_back.layers) if hasattr(layer, "key_matrix")}
     with using(model, "eager"):
-        oracle = logits(model, Oracle(model.config, key_weights=follow, **keys), ids)
+        oracle = logits(model, Oracle(model.config, key_matrices=follow, **keys), ids)
         exact = logits(model, plain(model.config), ids)
         dequantized = logits(model, read_back, ids)
     close(ours, oracle)

@@ -20,10 +20,10 @@ share a `PagedKVCache`, which is made when the first K and V show their shape.
 | `layers.py` | its layers in FP8, with a window and with a state too; the `PagedKVCache` that they share |
 | `kept.py` | full-attention layers of a static cache in 16 bits |
 | `attention.py`, `masks.py` | the functions `fp8_kv` |
-| `latent.py`, `k_eq_v.py` | latent attention (MLA) over pages of latents; keys that follow from values, as latents |
+| `latent.py` | latent attention (MLA) over pages of latents |
 | `tensors.py` | `PagedTensor` |
 | `config.py`, `decoder.py` | what is read from a config; the decoder of a model, and the devices of its layers |
-| `weights.py`, `biases.py` | means, rotation and layers in 16 bits by the weights; what biases do to K and V |
+| `weights.py`, `biases.py` | means, rotation, layers in 16 bits, how keys follow from values; what biases do |
 | `files.py` | a cache in a file |
 """
 

@@ -16,7 +16,7 @@ from ..._torch_ops import resolve
 from ...checks import check_tensor
 from ...dense.sdpa import autocast
 from ...params import AttentionParams
-from . import k_eq_v
+from .. import k_eq_v
 from .latent import absorb, expand
 from .masks import QUERY_BLOCK, CompactMask, block_of
 from .tensors import PagedTensor, pages_of, tokens_of
@@ -77,9 +77,9 @@ def fp8_kv_attention(
                 module, absorb(module, query), key, attention_mask, dropout, scaling, causal, None, None, kwargs
             )
             return expand(module, out), None
-        if key._key_weight is not None:
+        if key._key_matrix is not None:
             scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-            query = k_eq_v.absorb(query.transpose(1, 2), key._key_weight).transpose(1, 2)  # no copy in `tokens_of`
+            query = k_eq_v.absorb(query.transpose(1, 2), key._key_matrix).transpose(1, 2)  # no copy in `tokens_of`
         return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized
     # here.

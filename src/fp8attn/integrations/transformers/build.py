@@ -16,10 +16,9 @@ from ...formats.spec import PageSpec
 from ...scales import KVScales
 from .config import LayerSpec, decoder_config, layers_of, unsupported_reason
 from .decoder import check_layers
-from .k_eq_v import key_weights
 from .kept import KeptLayer
 from .layers import CacheOptions, FP8HybridLayer, FP8Layer, FP8Layers, FP8SlidingLayer
-from .weights import NO_BIASES, Weights
+from .weights import NO_BIASES, Weights, key_matrices
 
 
 def edge_layers(first: int = 0, last: int = 0) -> tuple[int, ...]:
@@ -92,15 +91,15 @@ def latent_keys(
     scales: KVScales | None,
     devices: list[torch.device],
 ) -> dict[int, torch.Tensor]:
-    """`key_weights` of the layers that have pages of latents: where nothing asks for another format, and attention
+    """`key_matrices` of the layers that have pages of latents: where nothing asks for another format, and attention
     reads latents as fast as K and V. The portable kernels take twice the time.
     """
     other = not options.rotate_keys or options.key_dtype != DEFAULT_KEY_DTYPE or options.batch_invariant
     if scales is not None or other or options.backend not in ("auto", "reference"):
         return {}
     return {
-        index: weight
-        for index, weight in key_weights(model, specs).items()
+        index: matrix
+        for index, matrix in key_matrices(model, specs).items()
         if options.backend == "reference"
         or devices[index].type == "cpu"
         or unsupported_backend("hopper", devices[index], model.dtype, specs[index].latent_pages) is None
@@ -117,8 +116,8 @@ def make_layers(
     devices: list[torch.device],
     keys: dict[int, torch.Tensor],
 ) -> list[Any]:
-    """The layers of a cache. Those in FP8 share an `FP8Layers`, by shape, window and device. Those in `keys` have the
-    weights of `key_weights`, and pages of latents.
+    """The layers of a cache. Those in FP8 share an `FP8Layers`, by shape, window and device. Those in `keys` have
+    `key_matrices`, and pages of latents.
 
     Raises:
         UsageError: as `FP8Cache`.
@@ -158,7 +157,7 @@ def make_layers(
             rotate_keys = options.rotate_keys and index not in weights.unrotated
             biases = NO_BIASES if index in keys else weights.biases.get(index, NO_BIASES)
             layers.append(kind(index, spec, group, None, biases, rotate_keys))
-            layers[-1].key_weight = keys.get(index)
+            layers[-1].key_matrix = keys.get(index)
     if not groups and static and not any(spec.is_full for spec in specs):
         raise UsageError(
             f"every layer of {config.model_type!r} has a sliding window, and a static cache "

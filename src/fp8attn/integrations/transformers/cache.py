@@ -30,12 +30,11 @@ from . import files
 from .build import latent_keys, make_layers, served_layers, transformers_model
 from .config import LayerSpec, decoder_config
 from .decoder import layer_devices
-from .k_eq_v import key_weights
 from .kept import make_normal
 from .latent import install, read_latents
 from .layers import UNCOMPILED, CacheOptions, FP8HybridLayer, FP8Layer, groups_of
 from .tensors import ATTN_IMPLEMENTATION
-from .weights import Weights, layers_in_16_bits, read_weights, warn_losing, warn_unread
+from .weights import Weights, key_matrices, layers_in_16_bits, read_weights, warn_losing, warn_unread
 
 
 class FP8Cache(Cache):
@@ -199,8 +198,8 @@ class FP8Cache(Cache):
         # Means and the choice of layers are in the file, so the model's weights are not read.
         skipped = [index for index in range(len(specs)) if index not in file.layers]
         keys = {
-            index: weight
-            for index, weight in key_weights(model, specs).items()
+            index: matrix
+            for index, matrix in key_matrices(model, specs).items()
             if index in file.layers and spec_of(file.layers[index]["spec"]) == specs[index].latent_pages
         }
         layers = make_layers(model, specs, options, None, Weights({}, set(), []), skipped, devices, keys)

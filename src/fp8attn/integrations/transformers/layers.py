@@ -19,9 +19,9 @@ from ...formats.codec import KeyDtype, codec_of
 from ...formats.spec import PageSpec
 from ...params import BackendName, check_backend, options_of
 from ...scales import LayerScales
+from ..k_eq_v import to_latent
 from .biases import LayerBiases
 from .config import LayerSpec, has_sinks, has_softcap
-from .k_eq_v import to_latent
 from .tensors import ATTN_IMPLEMENTATION, PagedTensor, Reading, dequantize, tokens_of
 
 UNCOMPILED = (
@@ -201,7 +201,7 @@ class FP8Layer(CacheLayerMixin):
         biases: of the layer, whose means are subtracted.
     Attributes:
         factor: of the blocks of latents, as `PagedKVCache` takes it. None: one.
-        key_weight: by which keys follow from values (`k_eq_v.key_weights`). None: they do not.
+        key_matrix: by which keys follow from values (`k_eq_v.key_matrix`). None: they do not.
     """
 
     is_sliding = False
@@ -222,7 +222,7 @@ class FP8Layer(CacheLayerMixin):
         self.scales, self.rotate_keys = scales, rotate_keys
         self.k_mean, self.v_mean = biases.k_mean, biases.v_mean
         self.factor: torch.Tensor | None = None
-        self.key_weight: torch.Tensor | None = None
+        self.key_matrix: torch.Tensor | None = None
         shared.layers.append(self)
 
     @property
@@ -265,10 +265,10 @@ class FP8Layer(CacheLayerMixin):
             self.slot == 0 and key_states.device != paged.device
         ):
             paged = shared.other_shape(self.index, key_states, value_states)
-        weight = self.key_weight
-        expands = paged.spec.v_in_k and weight is None and tokens > 1 and self._begins(paged)
-        if weight is not None:
-            key_states, value_states = to_latent(key_states, value_states, weight)
+        matrix = self.key_matrix
+        expands = paged.spec.v_in_k and matrix is None and tokens > 1 and self._begins(paged)
+        if matrix is not None:
+            key_states, value_states = to_latent(key_states, value_states, matrix)
         pages = paged.append(self.slot, tokens_of(key_states), tokens_of(value_states))
         if self.slot == 0:  # once in a forward, because reading a config's attributes is slow
             shared.unused = False
@@ -279,7 +279,7 @@ class FP8Layer(CacheLayerMixin):
             return key_states, value_states
         if shared.implementation == ATTN_IMPLEMENTATION:
             k_shape, v_shape = (batch, heads, length, head_dim), (batch, heads, length, v_dim)
-            common = key_states.dtype, shared.reading, weight
+            common = key_states.dtype, shared.reading, matrix
             return PagedTensor(pages, "k", k_shape, *common), PagedTensor(pages, "v", v_shape, *common)
         if not torch.compiler.is_compiling():
             # Python shows a warning of one text from one line once.
@@ -290,8 +290,8 @@ class FP8Layer(CacheLayerMixin):
                 stacklevel=2,
             )
         last = shared.window is not None
-        return dequantize(pages, "k", length, key_states.dtype, last, weight), dequantize(
-            pages, "v", length, key_states.dtype, last, weight
+        return dequantize(pages, "k", length, key_states.dtype, last, matrix), dequantize(
+            pages, "v", length, key_states.dtype, last, matrix
         )
 
     def _begins(self, paged: PagedKVCache) -> bool:

@@ -13,7 +13,7 @@ from ...formats.kv_format import KVFormat
 from ...formats.page_layout import PAGE_SIZE
 from ...pages import KVPages
 from ...params import BackendName
-from .k_eq_v import key_of
+from ..k_eq_v import key_of
 
 ATTN_IMPLEMENTATION = "fp8_kv"  # transformers searches names for "flash", "sdpa", "flex_attention" and "/"
 _TENSORS = {
@@ -37,14 +37,14 @@ def dequantize(
     length: int,
     dtype: torch.dtype,
     last: bool = False,
-    weight: torch.Tensor | None = None,
+    matrix: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Dequantize K (rotated back) or V of every sequence, as work of the device only.
 
     Args:
         dtype: the dtype of the result. The arithmetic is FP32.
         last: return the last tokens, of layers with a window, whose first pages were given back. False: the first ones.
-        weight: by which K follows from V (`k_eq_v`), if the pages hold V as latents.
+        matrix: by which K follows from V (`k_eq_v`), if the pages hold V as latents.
     Returns:
         `[num_seqs, num_kv_heads, length, channels]`: the values of `KVPages.read`, and zeros past `cache_seqlens`.
     """
@@ -55,11 +55,11 @@ def dequantize(
         first = (lengths - length).clamp_min(0)
         columns = first // PAGE_SIZE + lengths.new_ones(-(-length // PAGE_SIZE) + 1).cumsum(0) - 1
         ids = pages.page_table.long().gather(1, columns.clamp_max(pages.page_table.shape[1] - 1))
-    if weight is None:
+    if matrix is None:
         x = pages.dequantize(which, ids, torch.float32)
     else:
         x = pages.dequantize("k", ids, torch.float32)
-        x = x if which == "v" else key_of(x, pages.dequantize("v", ids, torch.float32), weight)
+        x = x if which == "v" else key_of(x, pages.dequantize("v", ids, torch.float32), matrix)
     token = first + lengths.new_ones(length).cumsum(0) - 1
     if last:
         place = (token - first // PAGE_SIZE * PAGE_SIZE)[:, None, :, None]
@@ -82,7 +82,7 @@ class PagedTensor(torch.Tensor):
     """K or V of an FP8 layer: a tensor `[B, num_kv_heads, S, head_dim]` in the model's dtype that has no storage except
     the layer's pages.
 
-    Of a layer whose keys follow from its values, both have the pages of its latents, and the weight of its keys.
+    Of a layer whose keys follow from its values, both have the pages of its latents, and the matrix of its keys.
 
     The attention function reads the pages (`pages_of`). Every other operation dequantizes first. `data_ptr()` is 0, so
     a kernel that takes raw pointers must not get one. The cache returns it only if the model's attention implementation
@@ -102,9 +102,9 @@ class PagedTensor(torch.Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         reading: Reading,
-        weight: torch.Tensor | None = None,
+        matrix: torch.Tensor | None = None,
     ) -> None:
-        self.pages, self.which, self.reading, self._key_weight = pages, which, reading, weight
+        self.pages, self.which, self.reading, self._key_matrix = pages, which, reading, matrix
 
     # One attribute for each tensor, because `__tensor_flatten__` returns names of attributes.
     _pool, _page_table, _cache_seqlens, _stored_k_mean, _v_mean, _factor = (
@@ -115,7 +115,7 @@ class PagedTensor(torch.Tensor):
     def dequantize(self) -> torch.Tensor:
         """The values as a plain tensor."""
         last = self.reading.window is not None
-        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, last, self._key_weight)
+        return dequantize(pages_of(self), self.which, self.shape[2], self.dtype, last, self._key_matrix)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return (
@@ -123,7 +123,7 @@ class PagedTensor(torch.Tensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [name for name in (*_TENSORS, "_key_weight") if getattr(self, name) is not None]
+        names = [name for name in (*_TENSORS, "_key_matrix") if getattr(self, name) is not None]
         return names, (self._spec, self._rotate, self.which, self.dtype, self.reading)
 
     @classmethod
@@ -137,7 +137,7 @@ class PagedTensor(torch.Tensor):
         spec, rotated, which, dtype, reading = context
         format = KVFormat(spec, rotated, *(inner.get(name) for name in ("_stored_k_mean", "_v_mean", "_factor")))
         pages = KVPages.trusted(inner["_pool"], inner["_page_table"], inner["_cache_seqlens"], format)
-        return cls(pages, which, outer_size, dtype, reading, inner.get("_key_weight"))
+        return cls(pages, which, outer_size, dtype, reading, inner.get("_key_matrix"))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the default, which is no class method

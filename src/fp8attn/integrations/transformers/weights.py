@@ -1,5 +1,5 @@
-"""What a model's weights decide in an `FP8Cache`: static means, the rotation of E4M3 keys, and which layers stay in 16
-bits.
+"""What a model's weights decide in an `FP8Cache`: static means, the rotation of E4M3 keys, which layers stay in 16
+bits, and how keys follow from values.
 """
 
 from __future__ import annotations
@@ -7,12 +7,16 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
+from ...cache.layer import lasting
 from ...formats.codec import codec_of
 from ...scales import KVScales, ranges
+from ..k_eq_v import key_matrix
 from .biases import LayerBiases, layer_biases, spread_layers
 from .config import LayerSpec
+from .decoder import decoder_modules
 from .layers import CacheOptions
 
 NO_BIASES = LayerBiases()
@@ -55,6 +59,18 @@ def layers_in_16_bits(weights: Weights, specs: list[LayerSpec], options: CacheOp
     """
     in_pages = sum(spec.in_pages_of(options.max_cache_len) for spec in specs)
     return [] if options.batch_invariant or len(weights.losing) == in_pages else weights.losing
+
+
+@lasting
+def key_matrices(model: PreTrainedModel, specs: list[LayerSpec]) -> dict[int, torch.Tensor]:
+    """`k_eq_v.key_matrix` of each layer whose keys follow from its values, if its weights are loaded."""
+    follow = {index: spec.turned for index, spec in enumerate(specs) if spec.latent_pages is not None}
+    found: dict[int, torch.Tensor] = {}
+    for _, module in decoder_modules(model) if follow else ():
+        index, norm = vars(module).get("layer_idx", -1), getattr(module, "k_norm", None)
+        if index in follow and norm is not None and not norm.weight.is_meta:
+            found[index] = key_matrix(norm.weight, follow[index])
+    return found
 
 
 def warn_unread(model: PreTrainedModel, weights: Weights, layers: list[int]) -> None:
