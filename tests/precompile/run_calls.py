@@ -24,7 +24,7 @@ from fp8attn.backends import hopper
 from fp8attn.cache import paged
 from fp8attn.dense import sdpa
 from fp8attn.formats.kv_format import KVFormat
-from fp8attn.formats.spec import PageSpec, spec_of
+from fp8attn.formats.spec import SPARE, PageSpec, spec_of
 from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
@@ -47,6 +47,7 @@ CASES = {
     "an engine's": [replace(LLAMA, advance=False)],
     "an engine's, window": [replace(Layer(8, 4, 256), advance=False, attention=frozenset(("window",)))],
     "an engine's, d512": [replace(Layer(8, 1, 512), advance=False)],
+    "an engine's, latents": [Layer(32, 4, PageSpec.latent(512, 128, True, SPARE), advance=False)],
     "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
     "softcap, window": [
         replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))
@@ -88,7 +89,7 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def held(layer: Layer, batch: int, tokens: int) -> KVPages:
     """Pages of sequences with these numbers of tokens."""
     columns = -(-tokens // 128)
-    mean = meta(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    mean = meta(layer.num_kv_heads, layer.spec.k_dim, dtype=torch.float32)
     form = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
     form = form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
     return KVPages(
@@ -109,22 +110,23 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
         "window": draw.choice((1, 127, 1024, 4095)) if "window" in has else None,
     }
     options["sinks"] = meta(layer.num_q_heads, dtype=dtype) if "sinks" in has else None
-    q = meta(batch * tokens, layer.num_q_heads, layer.head_dim, dtype=dtype)
-    k = meta(batch, tokens, layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype)[..., : layer.head_dim].flatten(
-        0, 1
+    options |= {"softmax_scale": 1.0} if layer.spec.v_in_k else {}
+    q = meta(batch * tokens, layer.num_q_heads, layer.spec.k_dim, dtype=dtype)
+    k, v = (
+        meta(batch * tokens, layer.num_kv_heads, 2 * width, dtype=dtype)[..., :width] for width in layer.spec.widths
     )  # of a fused projection
     counted = {"static_scales": layer.static_scales, "advance": layer.advance}
     if layer.advance or not 1 < tokens <= LONG:
-        ops.append(pages, k, k, **counted)
+        ops.append(pages, k, v, **counted)
         ops.attention(q, pages, **options)
-        ops.attention(q, pages, out=torch.empty_like(q), **options)
+        ops.attention(q, pages, out=torch.empty_like(q[..., : layer.spec.v_dim]), **options)
     if layer.advance:
         if "window" not in has and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
             ops.attention(q, held(layer, batch, tokens), causal=False, **options)
         ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
-    ops.append(pages, k[:total], k[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
+    ops.append(pages, k[:total], v[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
     ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
     if not layer.static_scales and layer.advance and before == 0:
         cache = PagedKVCache(
@@ -132,7 +134,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
             rotate_keys=layer.rotate_keys, device="meta",
             k_mean=pages.format.stored_k_mean, v_mean=pages.format.v_mean,
         )  # fmt: skip
-        cache.append(0, k, k)
+        cache.append(0, k, v)
         ops.attention(q, cache.pages(0), **options)
 
 
@@ -193,7 +195,7 @@ def main() -> None:
     for name, layers in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        layers = [replace(layer, backend=backend(PageSpec.of(layer.head_dim).name)) for layer in layers]
+        layers = [replace(layer, backend=backend(layer.spec.name)) for layer in layers]
         known: dict = {}
         for layer in layers:
             known |= first.record(calls_of(layer))

@@ -37,6 +37,7 @@ class Layer:
     """The properties of an attention layer and its cache that determine the kernels.
 
     Attributes:
+        head_dim: or a spec of latents, of an engine's layer.
         dtype: the dtype of queries, keys and values: bfloat16 or float16.
         backend: `"hopper"` or `"triton"`.
         key_dtype, rotate_keys: as `PagedKVCache` takes them.
@@ -48,7 +49,7 @@ class Layer:
 
     num_q_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int | PageSpec
     dtype: torch.dtype = torch.bfloat16
     backend: BackendName = "hopper"
     key_dtype: KeyDtype = DEFAULT_KEY_DTYPE
@@ -60,34 +61,39 @@ class Layer:
     attention: frozenset[AttentionOption] = frozenset()
 
     def __post_init__(self) -> None:
-        if (refusal := PageSpec.of(self.head_dim, self.key_dtype).refusal) is not None:
+        if (refusal := self.spec.refusal) is not None:
             raise UsageError(refusal)
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_q_heads must be a multiple of num_kv_heads; got {self.num_q_heads}, {self.num_kv_heads}"
             )
 
+    @property
+    def spec(self) -> PageSpec:
+        """What its pages hold."""
+        return PageSpec.of(self.head_dim, self.key_dtype)
+
 
 def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
     """The layer's calls of the grid, on the machine of `plan_for`."""
     # With few rows, the kernel depends on the exact number of tokens and on whether there are many sequences, but not
-    # on the pages.
-    most_few = 0
-    if layer.backend == "hopper" and "batch_invariant" not in layer.attention:
+    # on the pages. Nor do those over latents.
+    most_few, latents = 0, layer.spec.v_in_k
+    if layer.backend == "hopper" and "batch_invariant" not in layer.attention and not latents:
         from ..kernels.decode import MAX_ROWS
 
         most_few = MAX_ROWS * layer.num_kv_heads // layer.num_q_heads
     # Dense calls have no softcap, sinks, calibrated scales, means or head_dim above 256, and an engine that keeps the
     # lengths has none.
-    has_dense_calls = layer.advance and not layer.static_scales and layer.head_dim <= MOST_DENSE
+    has_dense_calls = layer.advance and not layer.static_scales and layer.spec.k_dim <= MOST_DENSE
     has_dense_calls = has_dense_calls and not layer.attention & {"softcap", "sinks"}
     dense = replace(layer, k_mean=False, v_mean=False)
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few
-        for batch in (BATCHES[0], BATCHES[-1]) if few else BATCHES:
+        for batch in _batches(layer, tokens, few):
             if batch * tokens > MOST:
                 break
-            for before in BEFORE[:1] if few else BEFORE:
+            for before in BEFORE[:1] if few or latents else BEFORE:
                 if layer.advance:
                     yield partial(attend, layer, batch, tokens, before, leftpad=True)
                 if layer.advance or not 1 < tokens <= LONG:
@@ -109,6 +115,17 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
             yield partial(_combine, layer, splits, tokens)
 
 
+def _batches(layer: Layer, tokens: int, few: bool) -> tuple[int, ...]:
+    """Numbers of sequences of `tokens` new tokens. `few`: one kernel serves all that are more than one."""
+    if not layer.spec.v_in_k or layer.backend != "hopper":
+        return (BATCHES[0], BATCHES[-1]) if few else BATCHES
+    from ..kernels.latent.hopper.plan import batches_of_variants
+
+    heads, spec = layer.num_kv_heads, layer.spec
+    pool = 1, heads, spec.layout.nbytes
+    return batches_of_variants(torch.device("meta"), pool, spec, layer.num_q_heads // heads, tokens)
+
+
 def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -122,7 +139,7 @@ def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
 
 
 def _format(layer: Layer) -> KVFormat:
-    mean = _empty(layer.num_kv_heads, layer.head_dim, dtype=torch.float32)
+    mean = _empty(layer.num_kv_heads, layer.spec.k_dim, dtype=torch.float32)
     format = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
     return format.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
 
@@ -134,7 +151,7 @@ def attend(
     `before` older pages.
     """
     options = layer.attention
-    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.head_dim, dtype=layer.dtype)
+    q = _empty(ragged or batch * tokens, layer.num_q_heads, layer.spec.k_dim, dtype=layer.dtype)
     for window in WINDOWS if "window" in options and causal else (0,):
         params = AttentionParams(
             cu_seqlens_q=_empty(batch + 1, dtype=torch.int32) if ragged else None,
@@ -155,16 +172,16 @@ def attend_new(layer: Layer, batch: int, tokens: int, causal: bool, keys: int = 
     """Attention of a dense call, over pages that it has just written. `keys`: their tokens, if it is not as many as
     queries.
     """
-    q = _empty(batch, tokens, layer.num_q_heads, layer.head_dim, dtype=layer.dtype)
+    q = _empty(batch, tokens, layer.num_q_heads, layer.spec.k_dim, dtype=layer.dtype)
     pages = _pages(layer, batch, -(-(keys or tokens) // PAGE_SIZE))
     load(layer.backend).attention(q, pages, AttentionParams(None, tokens, causal, 1.0), new_keys=keys or tokens)
 
 
 def append(layer: Layer, tokens: int, ragged: bool) -> None:
     """Append to a cache of two sequences that has tokens."""
-    x = _empty(2 * tokens, layer.num_kv_heads, layer.head_dim, dtype=layer.dtype)
+    k, v = (_empty(2 * tokens, layer.num_kv_heads, width, dtype=layer.dtype) for width in layer.spec.widths)
     load(layer.backend).append(
-        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), x, x,
+        _pages(layer, 2, -(-tokens // PAGE_SIZE) + 1), k, v,
         Append(
             cu_seqlens=torch.zeros(3, dtype=torch.int32) if ragged else None, max_seqlen=tokens,
             static_scales=layer.static_scales,
@@ -175,7 +192,7 @@ def append(layer: Layer, tokens: int, ragged: bool) -> None:
 
 def from_dense(layer: Layer, tokens: int) -> None:
     """Quantize the keys of a dense call."""
-    x = _empty(2, layer.num_kv_heads, tokens, layer.head_dim, dtype=layer.dtype)
+    x = _empty(2, layer.num_kv_heads, tokens, layer.spec.k_dim, dtype=layer.dtype)
     load(layer.backend).from_dense(x, x, _format(layer))
 
 
@@ -187,8 +204,8 @@ def _combine(layer: Layer, splits: int, tokens: int) -> None:
     # `prefill` passes sinks in float32, the portable kernels in their own dtype.
     sinks = _empty(layer.num_q_heads, dtype=torch.float32 if layer.backend == "hopper" else layer.dtype)
     combine(
-        _empty(splits, rows, layer.head_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
-        sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.head_dim,
+        _empty(splits, rows, layer.spec.v_dim, dtype=torch.float32), _empty(2, splits, rows, dtype=torch.float32),
+        sinks if "sinks" in layer.attention else None, _empty(tokens, layer.num_q_heads, layer.spec.v_dim,
         dtype=layer.dtype),
-        _empty(tokens, layer.num_q_heads, dtype=torch.float32),
+        _empty(tokens, layer.num_q_heads, dtype=torch.float32), _pages(layer, 1, 1) if layer.spec.v_in_k else None,
     )  # fmt: skip
