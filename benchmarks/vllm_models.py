@@ -104,7 +104,11 @@ def prepare(model, impl):
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.platforms import current_platform
 
-    DummyModelLoader.load_weights = lambda self, model, config: fill(model)
+    def load_weights(self, model, config):
+        self.load_config.load_format = "auto"  # as weights that are loaded, for the plugin
+        fill(model)
+
+    DummyModelLoader.load_weights = load_weights
     if impl == "fp8attn" and current_platform.is_cpu():
         from tests.vllm.run_engine import clear_whole_blocks, serve_latents
 

@@ -60,6 +60,7 @@ ROWS = {
     "fp8attn/integrations/k_eq_v.py": (
         "integrations/transformers/test_k_eq_v.py",
         "integrations/transformers/test_latent_caches.py",
+        "vllm/test_k_eq_v.py",
     ),
     "fp8attn/integrations/transformers/attention.py": (
         "integrations/transformers/test_windows.py",

@@ -103,8 +103,10 @@ GEMMA4_E2B = GEMMA4 | {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "blocks"), [(GEMMA4_31B, 64), (GEMMA4_E2B, 24)], ids=["31B", "E2B"])
-def test_layers_of_two_head_dims(tmp_path, config, blocks):
+@pytest.mark.parametrize(
+    ("config", "blocks", "hit"), [(GEMMA4_31B, 64, 384), (GEMMA4_E2B, 24, 256)], ids=["31B", "E2B"]
+)
+def test_layers_of_two_head_dims(tmp_path, config, blocks, hit):
     """Gemma 4: head_dim 512 beside windows of 256, whose blocks have other numbers of tokens and come from one pool.
     There are so few that layers of one head_dim get blocks in which the others had their pages."""
     files = save(tmp_path, (1000, 30, 390), **config)
@@ -117,7 +119,7 @@ def test_layers_of_two_head_dims(tmp_path, config, blocks):
         0 < difference < 0.11
     )  # measured: 0.069 and 0.081; 0.13 and 0.15 with vLLM's own FP8 cache; 0.8 and 0.7 without windows
     first, again = found["answers"]
-    assert [x["cached"] for x in again] == [768, 0, 256]  # blocks of both kinds
+    assert [x["cached"] for x in again] == [768, 0, hit]  # blocks of both kinds
     assert [x["tokens"] for x in again] == [x["tokens"] for x in first]
 
 

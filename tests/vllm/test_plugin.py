@@ -22,7 +22,7 @@ from fp8attn import UsageError
 from fp8attn.formats.spec import PageSpec
 from fp8attn.integrations import vllm as plugin
 from fp8attn.integrations.engine import Options
-from fp8attn.integrations.vllm import LATENT_NAME, NAME, ON_CPU, register, supported
+from fp8attn.integrations.vllm import LATENT_NAME, NAME, ON_CPU, register, specs, supported
 from fp8attn.integrations.vllm.backend import FP8AttentionBackend
 from fp8attn.integrations.vllm.supported import (
     unsupported_config,
@@ -97,11 +97,12 @@ def test_a_block_is_pages_of_each_head(window, pages):
 
 
 @pytest.mark.parametrize(
-    ("window_heads", "heads", "tokens"),
-    [(16, 4, (128, 256)), (8, 2, (128, 256)), (1, 1, (256, 128)), (2, 1, (128, 128))],
+    ("window_heads", "heads", "tokens", "of_latents"),
+    [(16, 4, (128, 256), (128, 384)), (8, 2, (128, 256), (128, 384)), (1, 1, (256, 128), (512, 384)),
+     (2, 1, (128, 128), (256, 384))],
     ids=["31B", "26B-A4B", "E2B", "31B on 8 GPUs"],
-)
-def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
+)  # fmt: skip
+def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens, of_latents):
     """vLLM makes blocks of layers of other shapes equally large, by their tokens if the bytes divide; a block with a
     gap has no pages.
     """
@@ -112,15 +113,14 @@ def test_blocks_of_gemma_4_are_whole_pages(window_heads, heads, tokens):
 
     window = SlidingWindowSpec(**PLAIN | {"num_kv_heads": window_heads, "head_size": 256}, sliding_window=1024)
     full = FullAttentionSpec(**PLAIN | {"num_kv_heads": heads, "head_size": 512})
-    given = {name: FP8AttentionBackend.customize_spec(spec) for name, spec in (("window", window), ("full", full))}
-    found = unify_kv_cache_spec_page_size(given)
-    assert (found["window"].block_size, found["full"].block_size) == tokens
-    assert found["window"].page_size_bytes == found["full"].page_size_bytes
-    for spec in found.values():
-        assert (
-            spec.page_size_bytes
-            == spec.block_size // 128 * spec.num_kv_heads * PageSpec.of(spec.head_size).layout.nbytes
-        )
+    latents = specs.of_keys(lambda config: full)(None)
+    for pages, spec, wanted in ((PageSpec.of(512), full, tokens), (specs.KEYS_PAGES, latents, of_latents)):
+        given = {name: FP8AttentionBackend.customize_spec(x) for name, x in (("window", window), ("full", spec))}
+        found = unify_kv_cache_spec_page_size(given)
+        assert (found["window"].block_size, found["full"].block_size) == wanted
+        of_window, of_full = (x.block_size // 128 * x.num_kv_heads for x in (found["window"], found["full"]))
+        assert found["window"].page_size_bytes == of_window * PageSpec.of(256).layout.nbytes
+        assert found["full"].page_size_bytes == of_full * pages.layout.nbytes == found["window"].page_size_bytes
 
 
 def good(**changes):

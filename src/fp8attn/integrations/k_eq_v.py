@@ -14,6 +14,8 @@ two numbers does. What attention sums are values already.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -53,3 +55,26 @@ def key_of(latent: torch.Tensor, rope: torch.Tensor, matrix: torch.Tensor) -> to
 def absorb(query: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Queries `[..., head_dim]` for latents: `[..., head_dim + turned]`."""
     return query @ matrix.to(query.dtype)
+
+
+class KeysOfNorm:
+    """The matrix of keys whose norm is a module, into which an engine may load other weights at any time.
+
+    The number of the turned channels stays: what is stored was divided by it. An engine that discards memory must save
+    and restore `buffers`.
+    """
+
+    def __init__(self, norm: Any, width: int) -> None:
+        w = norm.weight.data
+        self.norm, self._matrix = norm, key_matrix(w, width)
+        self._kept = key_matrix(torch.ones_like(w), width).diagonal().clone()  # 1 where w is in the matrix, else 0
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The tensors that must outlive new weights and sleep, by name."""
+        return {"key_matrix": self._matrix, "kept": self._kept}
+
+    def matrix(self) -> torch.Tensor:
+        """`key_matrix` of the norm, in one launch that a CUDA graph can replay."""
+        torch.mul(self.norm.weight.data, self._kept, out=self._matrix.diagonal())
+        return self._matrix

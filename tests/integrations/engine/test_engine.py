@@ -4,13 +4,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
 from fp8attn import KVScales, LayerScales, PagedKVCache, UsageError
 from fp8attn.formats.page_layout import engine_marks_of
-from fp8attn.formats.spec import PageSpec
+from fp8attn.formats.spec import SPARE, PageSpec
 from fp8attn.integrations.engine import EngineLayer, Options, StaticState, Step, step_of
+from fp8attn.integrations.k_eq_v import KeysOfNorm
+from fp8attn.numerics import relative_error
 
 from .toy import HEADS, KV_HEADS, WIDTH, D, Engine, Model
 
@@ -105,6 +108,46 @@ def test_two_layers_share_pages():
         k, v = k * torch.nan, v * torch.nan
     assert torch.equal(*outputs) and outputs[0].isfinite().all()
     assert not memory[[0, 3]].any()
+
+
+def test_keys_that_follow_from_values():
+    """Given K and V, the layer stores latents; so does one that reads its pages. In two chunks, against float64."""
+    torch.manual_seed(0)
+    spec, heads, group, tokens = PageSpec.latent(512, 128, True, SPARE), 2, 3, 200
+    norm = nn.RMSNorm(512)
+    norm.weight.data = torch.randn(512).mul(0.7).exp() * 0.1
+    v = nn.functional.rms_norm(torch.randn(tokens, heads, 512), (512,))
+    k, turn = v * norm.weight.data, torch.rand(tokens, 1, 64)  # radians
+    low, high = k[..., :64].clone(), k[..., 256:320].clone()
+    k[..., :64], k[..., 256:320] = low * turn.cos() - high * turn.sin(), high * turn.cos() + low * turn.sin()
+    q = torch.randn(tokens, group * heads, 512)
+    writer, reader = (
+        EngineLayer(
+            group * heads, heads, spec, options=Options(), static=StaticState(), device="cpu", softmax_scale=1.0,
+            keys=keys,
+        )
+        for keys in (KeysOfNorm(norm, 128), None)
+    )  # fmt: skip
+    reader.read_from(writer)
+    memory = torch.full((3, heads * spec.layout.nbytes), 0x7F, dtype=torch.uint8)
+    for layer in (writer, reader):
+        layer.bind(memory)
+    table, out = torch.tensor([[2, 0]], dtype=torch.int32), torch.full_like(q, torch.nan)
+    for first, stop in ((0, 150), (150, 200)):
+        lengths, bounds = (torch.tensor(x, dtype=torch.int32) for x in ([stop], [0, stop - first]))
+        step = step_of(
+            lengths, table, bounds, num_decodes=0, decode_tokens=0, max_decode=1, num_tokens=stop - first,
+            max_seqlen=stop - first, longest=stop,
+        )  # fmt: skip
+        for layer in (writer, reader):
+            before = out[first:stop].clone()
+            layer.run(q[first:stop], k[first:stop], v[first:stop], out[first:stop], step)
+            assert layer is writer or torch.equal(out[first:stop], before)
+    scores = torch.einsum("qhgd,khd->hgqk", q.double().unflatten(1, (heads, group)), k.double())
+    scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    exact = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), v.double()).flatten(1, 2)
+    assert relative_error(out, exact) < 0.02
+    assert set(writer.buffers) == {"fp8attn_key_matrix", "fp8attn_kept"}
 
 
 def test_sinks_of_other_heads_are_an_error():

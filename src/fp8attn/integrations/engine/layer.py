@@ -14,6 +14,7 @@ from ...formats.page_layout import engine_marks_of, scales_of
 from ...formats.spec import PageSpec
 from ...pages import KVPages
 from ...params import Append, AttentionParams
+from ..k_eq_v import KeysOfNorm, absorb, to_latent
 from .marks import check_marks
 from .options import Options
 from .static import StaticState
@@ -28,12 +29,13 @@ class EngineLayer:
     `write_static` afterwards.
 
     Args:
-        num_q_heads, num_kv_heads, head_dim: the layer's shape in this process. A layer of latents has one KV head and
+        num_q_heads, num_kv_heads, head_dim: the layer's shape in this process. A layer of latents has
             `PageSpec.latent`, and needs `softmax_scale`.
         static: what is static in its pages.
         softmax_scale: None: 1 / sqrt(head_dim).
         window, softcap, sinks: as `fp8attn.attention` takes them.
         batch_invariant: as `fp8attn.attention` takes it.
+        keys: how the layer's keys follow from its values, if its pages are of latents and it is called with K and V.
         mark: of its pages (`marks.mark_of`), if other engines may bring some.
         name: of the layer, for errors.
     """
@@ -52,6 +54,7 @@ class EngineLayer:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         batch_invariant: bool = False,
+        keys: KeysOfNorm | None = None,
         mark: int | None = None,
         name: str = "",
     ) -> None:
@@ -60,7 +63,7 @@ class EngineLayer:
         self.options, self.static, self.mark, self.name = options, static, mark, name
         self.softmax_scale = spec.k_dim**-0.5 if softmax_scale is None else softmax_scale
         self.window, self.softcap, self.sinks = window, softcap, sinks
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.keys = batch_invariant, keys
         stored_k_mean, v_mean, self.page_scales = (
             None if x is None else torch.empty_like(x, device=device) for x in static
         )
@@ -80,12 +83,13 @@ class EngineLayer:
     def read_from(self, other: EngineLayer) -> None:
         """Read the pages of another layer, and write none. Call it before `bind`."""
         self.writes, self.static = False, other.static
-        self.format, self.page_scales = other.format, other.page_scales
+        self.format, self.page_scales, self.keys = other.format, other.page_scales, other.keys
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The tensors that must outlive new weights and sleep, by name."""
         tensors = {"k_mean": self.format.stored_k_mean, "v_mean": self.format.v_mean, "page_scales": self.page_scales}
+        tensors |= {} if self.keys is None else self.keys.buffers
         return {f"fp8attn_{name}": tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
@@ -145,6 +149,11 @@ class EngineLayer:
                 check_marks(pool, part.page_table, self.mark)
         if self.sinks is not None:  # an engine may set others at each call
             check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, pool.device)
+        if self.keys is not None:
+            matrix = self.keys.matrix()
+            q = absorb(q, matrix)
+            if self.writes:
+                k, v = to_latent(k, v, matrix)
         name = resolve("auto", q, self.format.name)
         for part in step.parts:
             pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)

@@ -50,7 +50,7 @@ def _shapes(layer: EngineLayer, dtype: torch.dtype, means: bool) -> Iterator[Lay
     )  # fmt: skip
     for has_means in [True] if layer.has_static_scales else [False, True] if means else [False]:
         yield Layer(
-            layer.num_q_heads, layer.num_kv_heads, layer.head_dim, dtype=dtype, backend="auto",
+            layer.num_q_heads, layer.num_kv_heads, layer.format.spec, dtype=dtype, backend="auto",
             key_dtype=layer.options.key_dtype, k_mean=has_means, v_mean=has_means,
             static_scales=layer.has_static_scales, advance=False, attention=frozenset(options),
         )  # fmt: skip

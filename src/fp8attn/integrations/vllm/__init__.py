@@ -16,6 +16,7 @@ offloading and transfers move blocks as bytes.
 | `specs.py` | the bytes of a block |
 | `metadata.py` | the sequences of a step |
 | `impl.py` | a layer |
+| `k_eq_v.py` | layers whose keys follow from their values (Gemma 4) |
 | `latent.py` | latent attention (MLA): its backend, metadata and layers |
 | `options.py` | options from `--additional-config` |
 

@@ -12,12 +12,15 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from ...errors import UsageError
+from ...formats.spec import PageSpec
 from ..engine.layer import EngineLayer
 from ..engine.marks import mark_of
-from ..engine.static import ServedModel, static_state
+from ..engine.static import ServedModel, StaticState, static_state
 from ..engine.steps import Step
 from .connectors import exchanges_blocks
+from .k_eq_v import keys_of
 from .options import config_options, layer_number
+from .specs import KEYS_PAGES, of_keys
 from .supported import unsupported_config, unsupported_invariance, unsupported_layer, unsupported_recipe
 
 
@@ -110,11 +113,14 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
             mark = mark_of(
                 self.options, replace(served, name=whole.model, revision=whole.revision, context=whole.max_model_len)
             )
+        heads = slice(first, first + self.num_kv_heads)
+        pages: int | PageSpec = self.head_size
+        static = static_state(options, served, layer_number(name), heads, self.head_size)
+        if (keys := keys_of(layer, self.options, self._config)) is not None:
+            pages, static, layer.get_kv_cache_spec = KEYS_PAGES, StaticState(), of_keys(layer.get_kv_cache_spec)
         return EngineLayer(
-            self.num_heads, self.num_kv_heads, self.head_size, options=self.options, device=layer._k_scale.device,
-            static=static_state(
-                options, served, layer_number(name), slice(first, first + self.num_kv_heads), self.head_size
-            ),
+            self.num_heads, self.num_kv_heads, pages, options=self.options, device=layer._k_scale.device,
+            static=static, keys=keys,
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
             batch_invariant=envs.VLLM_BATCH_INVARIANT, mark=mark, name=name,
         )  # fmt: skip
@@ -148,16 +154,21 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         engine_layer = self.engine_layer
         assert engine_layer is not None, "vLLM calls process_weights_after_loading before"
         if not engine_layer.is_bound(kv_cache):
-            # Of draft layers (Gemma 4's) vLLM says it after the weights are loaded.
-            if (target := layer.kv_sharing_target_layer_name) is not None:
-                other = self._config.compilation_config.static_forward_context[target].impl.engine_layer
-                assert other is not None
-                engine_layer.read_from(other)
+            self.share_pages(layer)
             if engine_layer.writes_at_the_start:
                 self._check_blocks(layer, kv_cache, engine_layer.has_static_scales)
             engine_layer.bind(kv_cache)
         engine_layer.run(query, key, value, output, attn_metadata)
         return output
+
+    def share_pages(self, layer: Any) -> None:
+        """Let the layer read another one's pages, if vLLM has said so. Of draft layers (Gemma 4's) it says it after the
+        weights are loaded.
+        """
+        if (target := layer.kv_sharing_target_layer_name) is not None:
+            other = self._config.compilation_config.static_forward_context[target].impl.engine_layer
+            assert self.engine_layer is not None and other is not None
+            self.engine_layer.read_from(other)
 
     def _check_blocks(self, layer: Any, kv_cache: torch.Tensor, static_scales: bool) -> None:
         """Raise UsageError if something else writes to this layer's blocks, into which values are written once."""

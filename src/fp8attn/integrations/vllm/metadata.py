@@ -74,9 +74,11 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
         else:
             layers = vllm_config.compilation_config.static_forward_context.values()  # of all groups of blocks
-            impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
-            ours = [impl.engine_layer for impl in impls if impl.engine_layer is not None]
-            warm_up(ours, vllm_config.model_config.dtype, device)
+            layers = [layer for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
+            ours = [layer for layer in layers if layer.impl.engine_layer is not None]
+            for layer in ours:
+                layer.impl.share_pages(layer)
+            warm_up([layer.impl.engine_layer for layer in ours], vllm_config.model_config.dtype, device)
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
