@@ -135,6 +135,7 @@ def compile_kernels(model: str) -> int:
     from filelock import FileLock
 
     from fp8attn import precompile
+    from fp8attn.integrations.vllm.specs import KEYS_PAGES
     from fp8attn.precompile.calls import Layer
 
     folder = Path(triton.knobs.cache.dir)
@@ -144,6 +145,8 @@ def compile_kernels(model: str) -> int:
         return 0
     heads, kv_heads, head_dim = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     full = shape.get("num_global_key_value_heads", kv_heads), shape.get("global_head_dim", head_dim)
+    if "attention_k_eq_v" in shape:
+        full = full[0], KEYS_PAGES
     layers = [Layer(heads, *full, backend="auto", advance=False)]
     if "sliding_window" in shape:
         windows = frozenset({"window"})
