@@ -30,22 +30,28 @@ def test_a_release_has_the_notes_of_its_version_only():
             notes(release, changelog)
 
 
+HOST = "https://github.com/someone/fp8attn"
+
+
 def test_what_is_published_has_the_address_of_the_repository():
-    """Every link of README.md to a file becomes one to that file at the tag, and pyproject.toml is as before but for
-    the links.
-    """
-    host, here = "https://github.com/someone/fp8attn", (ROOT / "README.md").read_text()
-    text = address.readme(here, host, "v0.2.0")
-    assert f"```sh\ngit clone {host} fp8attn && cd fp8attn  # in a clone of this repository" in text
+    """pyproject.toml is as before but for the links."""
+    text = address.readme((ROOT / "README.md").read_text(), HOST, "v0.2.0")
+    assert f"```sh\ngit clone {HOST} fp8attn && cd fp8attn  # in a clone of this repository" in text
+    before = (ROOT / "pyproject.toml").read_text()
+    after = tomllib.loads(address.project(before, HOST, "v0.2.0"))
+    assert after["project"].pop("urls")["Repository"] == HOST
+    assert after == tomllib.loads(before)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "plugins/sglang/README.md"])
+def test_links_of_what_is_published_are_files_of_the_tag(name):
+    here, write = (ROOT / name).read_text(), address.FILES.get(name, address.linked)  # the notes are of CHANGELOG.md
+    text = write(here, HOST, "v0.2.0")
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", text)
     for image, link in links:
-        path = link.removeprefix(f"{host}/{'raw' if image else 'blob'}/v0.2.0/").partition("#")[0]
-        assert link.startswith(("https://", "#")) and ("://" in path or not path or (ROOT / path).is_file()), link
-    assert len(links) == len(re.findall(r"\]\(", here)) and {image for image, _ in links} == {"", "!"}
-    before = (ROOT / "pyproject.toml").read_text()
-    after = tomllib.loads(address.project(before, host, "v0.2.0"))
-    assert after["project"].pop("urls")["Repository"] == host
-    assert after == tomllib.loads(before)
+        path = link.removeprefix(f"{HOST}/{'raw' if image else 'blob'}/v0.2.0/").partition("#")[0]
+        assert link.startswith(("https://", "#")) and ("://" in path or not path or (ROOT / path).exists()), link
+    assert len(links) == len(re.findall(r"\]\(", here)) > 2
 
 
 def test_one_version_everywhere():
