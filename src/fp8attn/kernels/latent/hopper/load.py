@@ -33,8 +33,8 @@ CHANGE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32]], al
 
 # The numbers of a piece, one int32 each: its tiles (-1: there is no more piece); tokens from its first tile to the
 # sequence's end; query tokens from that of its first row on; the block of quantized rows; rows that exist; its first
-# row among those of the KV head; the part that row 0 is written to; how many other ranges have parts of the sequence
-# (-1: it began before this range, which does not know); tokens of padding from its first tile on.
+# row among those of the KV head; the part from which on they are written (`parts_of`); how many other ranges have parts
+# of the sequence (-1: it began before this range, which does not know); tokens of padding from its first tile on.
 TILES, LEFT, QUERIES, BLOCK, ROWS, FIRST, PART, MORE, PAD = (gl.constexpr(i) for i in range(9))
 FIELDS = gl.constexpr(16)
 
@@ -110,10 +110,14 @@ class LatentMemory:
 
     @gluon.jit
     def parts_of(self, piece, row, options: gl.constexpr):
-        """The parts that rows of a piece are written to, from `PART` on. Rows of the output have all KV heads."""
-        of_head = self.get(piece, FIRST) + row
-        result = of_head + of_head // options.group * ((options.heads - 1) * options.group)
-        return gl.where(self.get(piece, MORE) >= 0, result, row)
+        """The parts that rows of a piece are written to, from `PART` on. Rows of the output have all KV heads: with one
+        they follow each other, and need no address each.
+        """
+        if options.heads > 1:
+            of_head = self.get(piece, FIRST) + row
+            of_output = of_head + of_head // options.group * ((options.heads - 1) * options.group)
+            row = gl.where(self.get(piece, MORE) >= 0, of_output, row)
+        return row
 
     @gluon.jit
     def wait_slot(self, piece):
@@ -235,7 +239,10 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
             memory.put(piece, BLOCK, block)
             memory.put(piece, ROWS, seq.num_q * options.group - batch.row0)
             memory.put(piece, FIRST, batch.row0)
-            memory.put(piece, PART, gl.where(i == 0, (seq.query * HEADS + head) * options.group, part))
+            own = (seq.query * HEADS + head) * options.group
+            if options.heads == 1:
+                own += batch.row0
+            memory.put(piece, PART, gl.where(i == 0, own, part))
             memory.put(piece, MORE, gl.where(i == 0, last - work.worker, -1))
             if options.leftpad:
                 memory.put(piece, PAD, seq.pad - page0 * PAGE)
