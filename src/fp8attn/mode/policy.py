@@ -12,9 +12,9 @@ from ..errors import UsageError
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
 from ..params import DENSE_BACKENDS, DenseBackendName, check_backend
 
-# Tokens, from results/h100/sdpa.json: at 8192, causal attention with as many KV heads as query heads is as fast as
-# BF16, and everything else is faster; at 4096 it is a sixth slower.
-MIN_LENGTH = 8192
+# Tokens. On an H200 calls of 4,096 are 1.04 to 1.38 times as fast as BF16's in CUDA graphs, and 1.00 to 1.31 times from
+# Python. But 2 x 10 heads of 64 are slower in both. From here on no measured call is (docs/lab/2026-11-host.md).
+MIN_LENGTH = 4608
 
 
 @dataclass(frozen=True)
