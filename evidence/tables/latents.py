@@ -83,7 +83,7 @@ def latent_vllm() -> str:
     impls = {"vllm-bf16": "BF16 (FlashAttention-3)", "vllm-flashmla": LATENT["flashmla-bf16"]}
     impls |= {impl: LATENT[impl] for impl in ("fp8attn", "vllm-flashmla-fp8")}
     forms = {
-        "alone": ("an answer among 65 others of the same length, nats from its answer alone", "nats_from_alone", ".3f"),
+        "alone": ("an answer among others of the same length, nats from its answer alone", "nats_from_alone", ".3f"),
         "hit": ("an answer after a hit of the prefix cache, nats from the first time", "nats_from_first", ".3f"),
         "prefill": ("the first token of a prompt, ms", "ms", ".1f"),
         "decode": ("attention in a step, ms", "attention_ms", ".3f"),
