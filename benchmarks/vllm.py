@@ -79,7 +79,7 @@ class Group(NamedTuple):
 
 GROUPS = {
     "llama": Group("llama", long=0 if TINY else 131072, steps=STEPS if TINY else (*STEPS, *SMALL_STEPS, (64, 2048))),
-    "gemma3": Group("gemma3"), "gemma4": Group("gemma4"), "qwen3.5": Group("qwen3.5"),
+    "gemma3": Group("gemma3"), "gemma4": Group("gemma4"),
     "llama_drafts": Group("llama", steps=STEPS if TINY else DRAFT_STEPS, prompts=(), drafts=3),
     "llama_per_token": Group("llama", PER_TOKEN, steps=STEPS[:2]),  # five engines have no room for the third
     **{

@@ -30,9 +30,7 @@ OPTIONS = {
     "vllm-flashmla": {"attention_backend": "FLASHMLA"},
     "vllm-flashmla-fp8": {"kv_cache_dtype": "fp8", "attention_backend": "FLASHMLA"},
 }  # fmt: skip
-LONGEST = (
-    768 if TINY else 36864
-)  # 288 pages, or 32 of the blocks of 9 pages that hold a state: kernels like tables of 16 columns
+LONGEST = 768 if TINY else 36864  # 288 pages: kernels like tables of 16 columns
 GRAPHS = (1, 2, 4, 8, 16, 64, 72)  # sequences of steps that have a CUDA graph; the next larger one serves others
 CHUNK = 256 if TINY else 8192  # tokens of a prompt that vLLM takes in a step
 LOOKED_AT, LIKELIEST = 8, 20  # tokens of a request that is alone and among others, and of each step
@@ -118,9 +116,7 @@ def start(model: str, impl: str, folder: str, log: str, most: int, long: int, dr
         max_model_len=max(LONGEST, long + 2048), enable_prefix_caching=caches_latents, enforce_eager=not on_gpu,
         compilation_config={"cudagraph_capture_sizes": graphs} if on_gpu
         else {"custom_ops": ["-rotary_embedding"]} if caches_latents else {},
-        mamba_ssm_cache_dtype="float32",
-        additional_config={"gdn_prefill_backend": "triton"}, **options,
-         # not FlashInfer's kernel, which the machine may lack
+        **options,
     )  # fmt: skip
     gc.collect()
     gc.freeze()  # what the engine has made is not searched while something is timed
