@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from ..rows import header, latest, ratio
-from .writing import block, number, table, value
+from .writing import block, number, table, tokens, value
 
 LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
 NEEDLES = {"bf16": LATENT["flashmla-bf16"], **{impl: LATENT[impl] for impl in ("vllm-flashmla-fp8", "fp8attn")}}
@@ -91,5 +93,7 @@ def latent_vllm() -> str:
     body = []
     for kind, (text, key, form) in forms.items():
         for case in dict.fromkeys(case for case, _ in rows if f"-{kind}-" in case):
-            body.append([f"{case}: {text}", *(value(rows, case, impl, key, form) for impl in impls)])
+            heads, batch, length = re.fullmatch(rf"mla(\d+)-{kind}-(?:B(\d+)-)?S(\d+)", case).groups()
+            shape = f"{heads} heads, {f'{batch} x ' if batch else ''}{tokens(int(length))}"
+            body.append([f"{shape}: {text}", *(value(rows, case, impl, key, form) for impl in impls)])
     return table([f"vLLM {header('latent_vllm')['peers']['vllm'].split()[-1]}, {title}", *impls.values()], body)
