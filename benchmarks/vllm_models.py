@@ -82,6 +82,12 @@ def fill(model):
                 if caches_latents and path.endswith("embed_tokens"):
                     mean = torch.empty_like(weight.data[0]).normal_(std=weight.shape[-1] ** -0.5, generator=draw)
                     weight.data += mean
+    for module in model.modules():  # Gemma 4's full layers have one projection for K and V
+        if getattr(getattr(module, "config", None), "attention_k_eq_v", False) and not getattr(
+            module, "is_sliding", True
+        ):
+            of_k, of_v = module.qkv_proj.weight.data[module.q_size :].chunk(2)
+            of_v.copy_(of_k)
 
 
 def prepare(model, impl):
