@@ -31,10 +31,11 @@ def prompts_of(tokenizer):
 def environment_of(variables=None):
     """This process's environment, with other variables, for one with an engine. It has one thread: threads that wait
     for one another are slow where others use the cores. The number is given from the start, because vLLM may have set
-    `LD_PRELOAD` in this process, and then OpenMP reads it before the other can set it.
+    `LD_PRELOAD` in this process, and then OpenMP reads it before the other can set it. Threads that a library makes
+    nevertheless (numba's, of n-gram drafts) sleep while they wait.
     """
     kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "LD_PRELOAD")}
-    return kept | {"OMP_NUM_THREADS": "1"} | (variables or {})
+    return kept | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | (variables or {})
 
 
 def answers_of(module, way, options, variables=None, timeout=None):
