@@ -61,7 +61,7 @@ class Layer:
     attention: frozenset[AttentionOption] = frozenset()
 
     def __post_init__(self) -> None:
-        if (refusal := self.spec.refusal) is not None:
+        if (refusal := PageSpec.of(self.head_dim, self.key_dtype).refusal) is not None:
             raise UsageError(refusal)
         if self.num_kv_heads < 1 or self.num_q_heads < 1 or self.num_q_heads % self.num_kv_heads:
             raise UsageError(
