@@ -22,7 +22,8 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
         assert found["launches"] > 500, case
         assert not found["missing"], (case, found["missing"])
     for case in WITHOUT_DENSE:
-        assert not cases[case]["only dense"], case
+        # Kernels that combine parts are listed for every number of parts, and a sample of calls need not have each.
+        assert set(cases[case]["only dense"]) <= {"_combine_kernel"}, case
         assert len(cases[case]["kernels"]) < len(cases["llama"]["kernels"])
 
 
