@@ -130,20 +130,21 @@ def compile_kernels(model: str) -> int:
     import triton
     from filelock import FileLock
 
-    from fp8attn import precompile
+    from fp8attn import PageSpec, precompile
     from fp8attn.integrations.vllm.specs import KEYS_PAGES
-    from fp8attn.precompile.calls import Layer
+    from fp8attn.precompile.calls import MOST, Layer
 
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     shape = MODELS[model]
-    if "kv_lora_rank" in shape:  # the plugin compiles these kernels by running them
-        return 0
     heads, kv_heads, head_dim = (shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     full = shape.get("num_global_key_value_heads", kv_heads), shape.get("global_head_dim", head_dim)
     if "attention_k_eq_v" in shape:
         full = full[0], KEYS_PAGES
-    layers = [Layer(heads, *full, backend="auto", advance=False)]
+    longest = MOST
+    if "kv_lora_rank" in shape:  # prompts do not attend to latents
+        full, longest = (1, PageSpec.latent(shape["kv_lora_rank"], shape["qk_rope_head_dim"])), 1
+    layers = [Layer(heads, *full, backend="auto", advance=False, longest=longest)]
     if "sliding_window" in shape:
         windows = frozenset({"window"})
         layers.append(Layer(heads, kv_heads, head_dim, backend="auto", advance=False, attention=windows))

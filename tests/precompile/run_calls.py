@@ -48,6 +48,9 @@ CASES = {
     "an engine's, window": [replace(Layer(8, 4, 256), advance=False, attention=frozenset(("window",)))],
     "an engine's, d512": [replace(Layer(8, 1, 512), advance=False)],
     "an engine's, latents": [Layer(32, 4, PageSpec.latent(512, 128, True, SPARE), advance=False)],
+    "an engine's, latents that only decodes attend to": [
+        Layer(16, 1, PageSpec.latent(512, 64), advance=False, longest=4)
+    ],
     "window": [replace(LLAMA, attention=frozenset(has)) for has in ((), ("window",))],
     "softcap, window": [
         replace(Layer(16, 8, 256), attention=frozenset(has)) for has in (("softcap",), ("softcap", "window"))
@@ -116,18 +119,19 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
         meta(batch * tokens, layer.num_kv_heads, 2 * width, dtype=dtype)[..., :width] for width in layer.spec.widths
     )  # of a fused projection
     counted = {"static_scales": layer.static_scales, "advance": layer.advance}
+    attend = ops.attention if tokens <= layer.longest else lambda *_, **options: None
     if layer.advance or not 1 < tokens <= LONG:
         ops.append(pages, k, v, **counted)
-        ops.attention(q, pages, **options)
-        ops.attention(q, pages, out=torch.empty_like(q[..., : layer.spec.v_dim]), **options)
+        attend(q, pages, **options)
+        attend(q, pages, out=torch.empty_like(q[..., : layer.spec.v_dim]), **options)
     if layer.advance:
         if "window" not in has and (tokens * layer.num_q_heads > 128 * layer.num_kv_heads or tokens == 1):
-            ops.attention(q, held(layer, batch, tokens), causal=False, **options)
-        ops.attention(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
+            attend(q, held(layer, batch, tokens), causal=False, **options)
+        attend(q, pages, leftpad_k=meta(2, batch, dtype=torch.int32)[0], **options)
     total = draw.randint(tokens, batch * tokens)
     bounds = meta(batch + 1, dtype=torch.int32)
     ops.append(pages, k[:total], v[:total], cu_seqlens=bounds, max_seqlen=tokens, **counted)
-    ops.attention(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
+    attend(q[:total], pages, cu_seqlens_q=bounds, max_seqlen_q=tokens, **options)
     if not layer.static_scales and layer.advance and before == 0:
         cache = PagedKVCache(
             layer.num_kv_heads, layer.head_dim, num_seqs=batch, key_dtype=layer.key_dtype,
@@ -135,7 +139,7 @@ def serve(layer: Layer, tokens: int, batch: int, before: int, draw: random.Rando
             k_mean=pages.format.stored_k_mean, v_mean=pages.format.v_mean,
         )  # fmt: skip
         cache.append(0, k, v)
-        ops.attention(q, cache.pages(0), **options)
+        attend(q, cache.pages(0), **options)
 
 
 def dense(layer: Layer, tokens: int, batch: int) -> None:

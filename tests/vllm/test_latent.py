@@ -179,14 +179,13 @@ def test_nothing_waits_for_a_gpu(tmp_path, monkeypatch):
     torch.testing.assert_close(out, torch.cat([latents, ropes], 1).float(), rtol=2**-11, atol=1e-6)
 
 
-def test_kernels_are_run_once_at_the_start(tmp_path, monkeypatch):
+def test_kernels_are_compiled_at_the_start(tmp_path, monkeypatch):
+    """On a GPU: those of all appends, and of attention of decodes only."""
     layer, calls = Layer(tmp_path), []
-    append, attend = ops.run_append, ops.run_attention
-    monkeypatch.setattr(ops, "run_append", lambda *arguments: calls.append(len(arguments[2])) or append(*arguments))
-    monkeypatch.setattr(ops, "run_attention", lambda *arguments: calls.append(-len(arguments[1])) or attend(*arguments))
-    layer.impl.warm_up(torch.device("cpu"), torch.bfloat16, 3)
-    assert calls == [1, 1, 2, 2, 3, 3, 4, 4, 8, 8, 16, 16, -1, -33, -3, -99]
-    assert layer.impl.engine_layer.pool is None and (layer.cache == 0x7F).all()
+    monkeypatch.setattr("fp8attn.integrations.vllm.latent.warm_up", lambda *arguments: calls.append(arguments))
+    device = torch.device("meta")
+    FP8LatentBackend.get_builder_cls()(layer.spec, [LAYER], layer.config, device)
+    assert calls == [([layer.impl.engine_layer], torch.bfloat16, device, 1)]
 
 
 # What is refused

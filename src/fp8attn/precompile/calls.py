@@ -45,6 +45,7 @@ class Layer:
             calls are causal and without padding, and have the bounds of sequences, but for one token of each and for
             prompts of one length that is above `LONG`.
         attention: what its attention has (`params.options_of`).
+        longest: new tokens of a sequence that attends. vLLM expands the latents of longer ones.
     """
 
     num_q_heads: int
@@ -59,6 +60,7 @@ class Layer:
     static_scales: bool = False
     advance: bool = True
     attention: frozenset[AttentionOption] = frozenset()
+    longest: int = MOST
 
     def __post_init__(self) -> None:
         if (refusal := PageSpec.of(self.head_dim, self.key_dtype).refusal) is not None:
@@ -91,7 +93,7 @@ def calls_of(layer: Layer) -> Iterator[Callable[[], None]]:
     for tokens in sorted({*STEPS, *range(1, most_few + 1), *PROMPTS}):
         few = tokens <= most_few
         for batch in _batches(layer, tokens, few):
-            if batch * tokens > MOST:
+            if batch * tokens > MOST or tokens > layer.longest:
                 break
             for before in BEFORE[:1] if few or latents else BEFORE:
                 if layer.advance:

@@ -16,20 +16,24 @@ from filelock import FileLock
 
 from ...params import options_of
 from ...precompile import Kernel, compile_kernels
-from ...precompile.calls import Layer
+from ...precompile.calls import MOST, Layer
 from .layer import EngineLayer
 
 logger = logging.getLogger(__name__)
 _warm: set[Layer] = set()  # whose kernels this process has
 
 
-def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile and load the kernels of these layers side by side, for all that they have in common."""
+def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.device, longest: int = MOST) -> None:
+    """Compile and load the kernels of these layers side by side, for all that they have in common.
+
+    Args:
+        longest: new tokens of a sequence that attends in these layers, if it is not any number.
+    """
     import triton  # an engine for CPUs may lack it
 
     layers = list(layers)
     means = any(layer.has_means for layer in layers)
-    shapes = {shape for layer in layers for shape in _shapes(layer, dtype, means)} - _warm
+    shapes = {shape for layer in layers for shape in _shapes(layer, dtype, means, longest)} - _warm
     if not shapes:
         return
     begun = time.perf_counter()
@@ -42,7 +46,7 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
     logger.info("fp8attn: %d kernels ready in %.1f s", len(kernels), time.perf_counter() - begun)
 
 
-def _shapes(layer: EngineLayer, dtype: torch.dtype, means: bool) -> Iterator[Layer]:
+def _shapes(layer: EngineLayer, dtype: torch.dtype, means: bool, longest: int) -> Iterator[Layer]:
     """The layer's shapes, as it has or has not the means that some layers have."""
     options = options_of(
         window=layer.window, softcap=layer.softcap, sinks=layer.sinks, exact=layer.options.exact,
@@ -53,6 +57,7 @@ def _shapes(layer: EngineLayer, dtype: torch.dtype, means: bool) -> Iterator[Lay
             layer.num_q_heads, layer.num_kv_heads, layer.format.spec, dtype=dtype, backend="auto",
             key_dtype=layer.options.key_dtype, k_mean=has_means, v_mean=has_means,
             static_scales=layer.has_static_scales, advance=False, attention=frozenset(options),
+            longest=longest,
         )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ from ...params import Append, AttentionParams
 from ..engine.layer import EngineLayer
 from ..engine.static import StaticState
 from ..engine.steps import Step, StepPart
+from ..engine.warm import warm_up
 from . import LATENT_NAME
 from .backend import FP8AttentionBackend
 from .impl import LayerPages
@@ -118,7 +119,8 @@ class FP8LatentMetadataBuilder(MLACommonMetadataBuilder[FP8LatentMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, FP8LatentMetadata)
         if device.type != "cpu":
             layers = vllm_config.compilation_config.static_forward_context
-            layers[layer_names[0]].impl.warm_up(device, vllm_config.model_config.dtype, self.reorder_batch_threshold)
+            ours = [layers[name].impl.engine_layer for name in layer_names]
+            warm_up(ours, vllm_config.model_config.dtype, device, self.reorder_batch_threshold)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FP8LatentMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -303,33 +305,3 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
             part = out[begin : begin + len(seq)]
             dequantize(codes[page, row], scales[page, row], part[:, : self.kv_lora_rank])
             part[:, self.kv_lora_rank :] = rope[page, row]
-
-    def warm_up(self, device: torch.device, dtype: torch.dtype, most: int) -> None:
-        """Compile and load the kernels by running them, on a page of zeros.
-
-        Args:
-            device, dtype: of queries and latents.
-            most: new tokens of a decode.
-        """
-        from ...kernels.latent.hopper.plan import batches_of_variants  # it needs Triton
-
-        layer = self.engine_layer
-        assert layer is not None
-        rank, pool = self.kv_lora_rank, layer.pool
-        layer.pool = torch.zeros(1, 1, layer.format.layout.nbytes, dtype=torch.uint8, device=device)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        for count in sorted({1, 2, 4, 8, 16, most}):
-            length = torch.tensor([count], dtype=torch.int32, device=device)
-            bounds = torch.tensor([0, count], dtype=torch.int32, device=device)
-            x = torch.zeros(count, 1, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
-            for cu_seqlens in (bounds, None):
-                part = StepPart(slice(0, count), cu_seqlens, count, length, table)
-                self._append(part, x[..., :rank], x[..., rank:])
-        for count in sorted({1, most}):
-            for batch in batches_of_variants(device, layer.pool.shape, self.spec, self.num_heads, count):
-                lengths = torch.full((batch,), count, dtype=torch.int32, device=device)
-                bounds = count * torch.arange(batch + 1, dtype=torch.int32, device=device)
-                q = torch.zeros(batch * count, self.num_heads, rank + self.qk_rope_head_dim, dtype=dtype, device=device)
-                part = StepPart(slice(0, len(q)), bounds, count, lengths, table.expand(batch, 1).contiguous())
-                self._attend(part, q)
-        layer.pool = pool
