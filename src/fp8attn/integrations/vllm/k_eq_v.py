@@ -39,7 +39,9 @@ def keys_of(layer: Any, options: Options, config: Any) -> KeysOfNorm | None:
     device = layer._k_scale.device
     if device.type != "cpu" and unsupported_reason("hopper", device, config.model_config.dtype, KEYS_PAGES) is not None:
         return None
-    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO  # it has all modules of models
+    # No public way leads from a layer to its module, or to the model (0.33; docs/lab/2026-11-k-eq-v.md has others that
+    # were thought of). This has all modules, for reloading weights.
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.model_executor.models.gemma4 import Gemma4Attention
 
     module: Any = next((each for each in LAYERWISE_INFO if getattr(each, "attn", None) is layer), None)
