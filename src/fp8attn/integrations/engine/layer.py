@@ -18,7 +18,7 @@ from ..k_eq_v import KeysOfNorm, absorb, to_latent
 from .marks import check_marks
 from .options import Options
 from .static import StaticState
-from .steps import Step
+from .steps import Step, StepPart
 
 
 class EngineLayer:
@@ -141,31 +141,39 @@ class EngineLayer:
             q, out: `[T, num_q_heads, head_dim]`.
             k, v: `[T, num_kv_heads, head_dim]`, after RoPE. Not read if the layer does not write.
         """
-        pool = self.pool
-        assert pool is not None, "call bind first"
+        assert self.pool is not None, "call bind first"
         if self.mark is not None and not step.checked:
             step.checked = True  # one layer is enough: one engine writes all of a block
             for part in step.parts:
-                check_marks(pool, part.page_table, self.mark)
+                check_marks(self.pool, part.page_table, self.mark)
         if self.sinks is not None:  # an engine may set others at each call
-            check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, pool.device)
+            check_tensor(self.sinks, "sinks, one logit per query head,", (self.num_q_heads,), None, self.pool.device)
         if self.keys is not None:
             matrix = self.keys.matrix()
             q = absorb(q, matrix)
             if self.writes:
                 k, v = to_latent(k, v, matrix)
-        name = resolve("auto", q, self.format.name)
         for part in step.parts:
-            pages = KVPages.trusted(pool, part.page_table, part.cache_seqlens, self.format)
-            tokens = part.tokens
             if self.writes:
-                append = Append(part.cu_seqlens, part.max_seqlen, self.has_static_scales, advance=False)
-                ops.run_append(name, pages, k[tokens], v[tokens], append)
-            bounds, queries = part.cu_seqlens, q[tokens]
-            if self.batch_invariant and part.max_seqlen == 1 and len(queries) == len(part.cache_seqlens):
-                bounds = None  # one query of each sequence, which is faster without bounds
-            params = AttentionParams(
-                bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks,
-                None, False, self.options.exact, self.batch_invariant,
-            )  # fmt: skip
-            ops.run_attention(name, queries, pages, params, out[tokens])
+                self.append(part, k[part.tokens], v[part.tokens])
+            self.attend(part, q[part.tokens], out[part.tokens])
+
+    def append(self, part: StepPart, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Append the tokens of a part of a step: keys and values, or latents and keys with RoPE."""
+        options = Append(part.cu_seqlens, part.max_seqlen, self.has_static_scales, advance=False)
+        ops.run_append(resolve("auto", k, self.format.name), self._pages_of(part), k, v, options)
+
+    def attend(self, part: StepPart, q: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention of a part of a step, whose tokens were appended."""
+        bounds = part.cu_seqlens
+        if self.batch_invariant and part.max_seqlen == 1 and len(q) == len(part.cache_seqlens):
+            bounds = None  # one query of each sequence, which is faster without bounds
+        params = AttentionParams(
+            bounds, part.max_seqlen, True, self.softmax_scale, self.window or 0, self.softcap or 0.0, self.sinks, None,
+            False, self.options.exact, self.batch_invariant,
+        )  # fmt: skip
+        return ops.run_attention(resolve("auto", q, self.format.name), q, self._pages_of(part), params, out)[0]
+
+    def _pages_of(self, part: StepPart) -> KVPages:
+        assert self.pool is not None, "call bind first"
+        return KVPages.trusted(self.pool, part.page_table, part.cache_seqlens, self.format)

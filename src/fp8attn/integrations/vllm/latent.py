@@ -25,17 +25,13 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
-from ... import ops
-from ..._torch_ops import resolve
 from ...errors import UsageError
 from ...formats.latent import dequantize
 from ...formats.page_layout import PAGE_SIZE, latent_of
 from ...formats.spec import PageSpec
-from ...pages import KVPages
-from ...params import Append, AttentionParams
 from ..engine.layer import EngineLayer
 from ..engine.static import StaticState
-from ..engine.steps import Step, StepPart
+from ..engine.steps import Step
 from ..engine.warm import warm_up
 from . import LATENT_NAME
 from .backend import FP8AttentionBackend
@@ -221,24 +217,7 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         if not layer.is_bound(kv_cache):
             layer.bind(kv_cache)
         for part in metadata.step.parts:
-            self._append(part, kv_c_normed[part.tokens, None], k_pe[part.tokens])
-
-    def _append(self, part: StepPart, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        pages = self._pages_of(part)
-        name = resolve("auto", latent, pages.format.name)
-        ops.run_append(name, pages, latent, rope, Append(part.cu_seqlens, part.max_seqlen, advance=False))
-
-    def _attend(self, part: StepPart, q: torch.Tensor) -> torch.Tensor:
-        """`[T, num_heads, rank]` of absorbed queries `[T, num_heads, rank + rope]`."""
-        pages = self._pages_of(part)
-        name = resolve("auto", q, pages.format.name)
-        params = AttentionParams(part.cu_seqlens, part.max_seqlen, True, self.scale)
-        return ops.run_attention(name, q, pages, params)[0]
-
-    def _pages_of(self, part: StepPart) -> KVPages:
-        layer = self.engine_layer
-        assert layer is not None
-        return KVPages.trusted(layer.pool, part.page_table, part.cache_seqlens, layer.format)
+            layer.append(part, kv_c_normed[part.tokens, None], k_pe[part.tokens])
 
     def forward_mqa(
         self,
@@ -254,8 +233,9 @@ class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):
         Returns:
             latents `[T, num_heads, rank]`, and no LSE.
         """
-        assert attn_metadata.step is not None
-        return self._attend(attn_metadata.step.parts[0], torch.cat(q, -1) if isinstance(q, tuple) else q), None
+        assert attn_metadata.step is not None and self.engine_layer is not None
+        part = attn_metadata.step.parts[0]
+        return self.engine_layer.attend(part, torch.cat(q, -1) if isinstance(q, tuple) else q), None
 
     def _compute_prefill_context(
         self, q: torch.Tensor, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, k_scale: torch.Tensor
