@@ -84,16 +84,19 @@ def latent_vllm() -> str:
     title, rows = latest("latent_vllm")
     impls = {"vllm-bf16": "BF16 (FlashAttention-3)", "vllm-flashmla": LATENT["flashmla-bf16"]}
     impls |= {impl: LATENT[impl] for impl in ("fp8attn", "vllm-flashmla-fp8")}
-    forms = {
-        "alone": ("an answer among others of the same length, nats from its answer alone", "nats_from_alone", ".3f"),
-        "hit": ("an answer after a hit of the prefix cache, nats from the first time", "nats_from_first", ".3f"),
-        "prefill": ("the first token of a prompt, ms", "ms", ".1f"),
-        "decode": ("attention in a step, ms", "attention_ms", ".3f"),
-    }
+    forms = (
+        ("alone-B66", "an answer alone, nats from BF16's", "nats_from_bf16", ".3f"),
+        ("alone", "an answer among others of the same length, nats from its answer alone", "nats_from_alone", ".3f"),
+        ("hit", "an answer after a hit of the prefix cache, nats from the first time", "nats_from_first", ".3f"),
+        ("prefill", "the first token of a prompt, ms", "ms", ".1f"),
+        ("decode", "attention in a step, ms", "attention_ms", ".3f"),
+    )
     body = []
-    for kind, (text, key, form) in forms.items():
-        for case in dict.fromkeys(case for case, _ in rows if f"-{kind}-" in case):
-            heads, batch, length = re.fullmatch(rf"mla(\d+)-{kind}-(?:B(\d+)-)?S(\d+)", case).groups()
-            shape = f"{heads} heads, {f'{batch} x ' if batch else ''}{tokens(int(length))}"
+    for kind, text, key, form in forms:
+        cases = {case for case, _ in rows if f"-{kind}-" in case}
+        for case in sorted(cases, key=lambda case: [int(size) for size in re.findall(r"\d+", case)]):
+            heads, batch, length = re.fullmatch(r"mla(\d+)-\w+-(?:B(\d+)-)?S(\d+)", case).groups()
+            others = "" if batch is None or key == "nats_from_bf16" else f"{batch} x "
+            shape = f"{heads} heads, {others}{tokens(int(length))}"
             body.append([f"{shape}: {text}", *(value(rows, case, impl, key, form) for impl in impls)])
     return table([f"vLLM {header('latent_vllm')['peers']['vllm'].split()[-1]}, {title}", *impls.values()], body)
