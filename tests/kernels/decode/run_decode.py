@@ -57,9 +57,9 @@ COMPILED = {
     "D128 everything e4m3": dict(lengths=[1] * 4, keys="e4m3", **EVERYTHING),
     "D256 everything": dict(lengths=[1] * 4, head_dim=256, dtype=torch.bfloat16, **EVERYTHING),
 }
-EMULATED = {
+EMULATED = {  # those without means have kernels of `COMPILED`, so that each is compiled once
     "ragged": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2},
-    "ragged e4m3": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2, "keys": "e4m3"},
+    "ragged e4m3": {"lengths": [1, 0, 127, 300, 128, 129], "heads": 2, "keys": "e4m3", "means": False},
     "split": {"lengths": [2700, 1, 0, 700], "heads": 2, "v_mean": 1.0, "out": True},
     "D64 rows16": {"lengths": [1100, 30], "head_dim": 64, "group": 16, "means": False},
     "D80": {"lengths": [1100, 30], "head_dim": 80, "group": 8},
@@ -68,7 +68,7 @@ EMULATED = {
     "queries": {"lengths": [700, 129, 128, 5], "queries": 8},
     "everything": dict(lengths=[700, 1200, 300, 50], **EVERYTHING),
     "everything e4m3": dict(lengths=[700, 1200, 300, 50], keys="e4m3", **EVERYTHING),
-    "broken": {"lengths": [150, 140, 40], "head_dim": 64, "broken": True},
+    "broken": {"lengths": [150, 140, 40], "head_dim": 64, "broken": True, "means": False},
     "idle": {"lengths": [300], "sms": 8, "head_dim": 192},
     "parts": {"lengths": [5000, 10], "sms": 20} | PLAIN_E4M3,
     "many": {"lengths": [37 * i % 150 for i in range(40)], "sms": 8},

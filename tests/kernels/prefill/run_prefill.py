@@ -23,14 +23,15 @@ from tests.support.kernel_cases import poison_empty
 from tests.support.machine_code import dry
 
 # Keys end within a tile, queries within a warpgroup's rows, and before the first block's some warpgroups have none:
-# stored by TMA and, of the ragged batch, by masks. Rows see few keys and many.
+# stored by TMA and, of the ragged batch, by masks. Rows see few keys and many. Those without means have the kernels of
+# cases in `compile_prefill.py`, so that each is compiled once.
 CASES = {
     "INT8 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8",
-    "out": True},
+    "out": True, "means": False},
     "E4M3 keys": {"lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3"},
     "new pages, two CTAs": {
         "lengths": [714, 714], "queries": [170, 170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8",
-        "new": True, "sms": 2,
+        "new": True, "sms": 2, "means": False, "lse": False,
     },
     "ragged, two warpgroups": {
         "lengths": [330, 200, 0, 64], "queries": [170, 200, 0, 20], "head_dim": 128, "dtype": torch.bfloat16,
@@ -39,22 +40,24 @@ CASES = {
     },
     "E4M3 keys, two warpgroups": {
         "lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "e4m3", "splits": 1,
+        "means": False,
     },
     "FP8 queries, two warpgroups": {
         "lengths": [330, 900], "queries": [170, 170], "head_dim": 128, "dtype": FP8, "keys": "e4m3", "splits": 1,
     },
     "tiles of 64 keys": {
         "lengths": [330], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8", "splits": 1,
-        "tile": 64,
+        "tile": 64, "means": False,
     },
     "exact": {"lengths": [1100], "queries": [170], "head_dim": 128, "dtype": torch.bfloat16, "keys": "int8",
-    "exact": True},
+    "exact": True, "means": False},
     "exact, E4M3 keys": {"lengths": [1100], "queries": [100], "head_dim": 64, "dtype": torch.float16, "keys": "e4m3",
     "exact": True},
     "FP8 queries, three warpgroups": {"lengths": [714, 190], "queries": [170, 170], "head_dim": 64, "dtype": FP8,
     "keys": "e4m3"},
     "head_dim 192": {"lengths": [450], "queries": [170], "head_dim": 192, "dtype": torch.bfloat16, "keys": "int8"},
-    "head_dim 256": {"lengths": [330], "queries": [170], "head_dim": 256, "dtype": torch.bfloat16, "keys": "e4m3"},
+    "head_dim 256": {"lengths": [330], "queries": [170], "head_dim": 256, "dtype": torch.bfloat16, "keys": "e4m3",
+    "means": False},
     "window, padding, softcap, sinks": {
         "lengths": [190, 714], "queries": [70, 200], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8",
         "window": 300,
@@ -68,11 +71,11 @@ CASES = {
         "splits": 3,
     },
     "negative scale": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8",
-    "scale": -0.125},
+    "scale": -0.125, "means": False},
     "negative scale, FP8 queries": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": FP8, "keys": "e4m3",
     "scale": -0.125},
     "scale of zero": {"lengths": [190], "queries": [130], "head_dim": 64, "dtype": torch.bfloat16, "keys": "int8",
-    "scale": 0.0},
+    "scale": 0.0, "means": False},
     "two launches": {"lengths": [330, 190], "queries": [170, 170], "head_dim": 64, "dtype": torch.bfloat16,
     "keys": "int8", "last": 90},
 }  # fmt: skip
@@ -96,7 +99,10 @@ def emulate_case(name: str) -> dict:
     case = CASES[name]
     torch.manual_seed(0)
     rotated = case["dtype"] != FP8
-    pages = filled_pages(case["lengths"], 1, case["head_dim"], v_mean=1.0, keys=case["keys"], rotate=rotated)
+    means = case.get("means", True)
+    pages = filled_pages(
+        case["lengths"], 1, case["head_dim"], v_mean=1.0, keys=case["keys"], rotate=rotated, means=means
+    )
     new = case.get("new", False)  # pages in the order of sequences, which the launch before writes
     if new:
         table = pages.page_table[:, :-1]
@@ -107,14 +113,14 @@ def emulate_case(name: str) -> dict:
     q = torch.randn(sum(queries), 1, case["head_dim"])
     q = E4M3.quantize(q) if case["dtype"] == FP8 else q.to(case["dtype"])
     bounds = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0).int() if len(set(queries)) > 1 else None
-    causal = return_lse = "last" not in case
+    causal = "last" not in case
     options = {
         "cu_seqlens_q": bounds, "max_seqlen_q": max(queries), "causal": causal,
         "softmax_scale": case.get("scale", case["head_dim"] ** -0.5),
         "window": case.get("window", 0), "softcap": case.get("softcap", 0.0),
         "sinks": torch.randn(1) if "sinks" in case else None,
         "leftpad_k": torch.tensor(case["leftpad"], dtype=torch.int32) if "leftpad" in case else None,
-        "return_lse": return_lse,
+        "return_lse": causal and case.get("lse", True),
         "exact": case.get("exact", False),
     }  # fmt: skip
     target = torch.full_like(q, torch.nan) if case.get("out") else None

@@ -75,7 +75,7 @@ EMULATED = {
     },
     "one digit, padding": {"lengths": [700, 190], "pads": [130, 70], "heads": 40, "sms": 4},
     "RoPE in codes, drafts": {
-        "lengths": [67, 250], "rope": 128, "in_codes": True, "kv_heads": 4, "heads": 32, "queries": 5, "sms": 4,
+        "lengths": [67, 250], "rope": 128, "in_codes": True, "kv_heads": 2, "heads": 16, "queries": 5, "sms": 4,
         "mean": 1.0,
     },
     "one digit, RoPE in codes": {
@@ -97,20 +97,20 @@ EMULATED = {
         "lengths": [66, 300], "heads": 48, "queries": 2, "sms": 4, "static": True, "dtype": torch.bfloat16,
     },
     "prompt": {
-        "lengths": [150, 90], "queries": 80, "heads": 16, "kv_heads": 2, "rope": 128, "in_codes": True, "many": 256,
+        "lengths": [150, 90], "queries": 40, "heads": 16, "kv_heads": 2, "rope": 128, "in_codes": True, "many": 256,
         "sms": 4, "static": True, "late": (0, 1),
     },
     "prompt, ragged": {
-        "lengths": [70, 0, 65, 133], "bounds": [0, 65, 65, 65, 90], "queries": 65, "heads": 20, "kv_heads": 2,
+        "lengths": [70, 0, 65, 133], "bounds": [0, 33, 33, 33, 50], "queries": 33, "heads": 20, "kv_heads": 2,
         "many": 256, "sms": 4, "dtype": torch.bfloat16,
     },
     "prompt, padding": {
-        "lengths": [130, 130], "pads": [70, 3], "queries": 130, "heads": 4, "kv_heads": 2, "rope": 128,
+        "lengths": [100, 100], "pads": [70, 3], "queries": 100, "heads": 4, "kv_heads": 2, "rope": 128,
         "in_codes": True, "many": 64, "sms": 4, "late": (8, 9),
     },
     "prompt, not causal": {"lengths": [140], "queries": 40, "heads": 8, "causal": False, "many": 256, "sms": 4},
     "one digit, many rows in ranges": {
-        "lengths": [300, 200], "queries": 30, "heads": 16, "kv_heads": 2, "many": 128, "sms": 40,
+        "lengths": [300, 200], "queries": 20, "heads": 16, "kv_heads": 2, "many": 128, "sms": 30,
     },
     "one digit, rank 256": {"lengths": [200], "heads": 40, "rank": 256, "rope": 32, "mean": 1.0, "late": (0, 1, 2, 3)},
 }  # fmt: skip
