@@ -193,9 +193,12 @@ def cases() -> dict[str, tuple]:
 
 SAMPLE = (  # each kernel; of attention, tiles of few rows and of many
     *("D128 rows4", "D128 rows128 e4m3", "D256 rows4 e4m3"),
-    *("D128 step", "D128 prompt", "D128 dense rope", "D96 dense fp8"),
-    *("L512 rows128", "L512 rows128 window"),
+    *("D128 step", "D128 prompt", "L512 rows128"),
 )
+# Other forms of these kernels, and a GPU of each kind: without and with conversions of E4M3, and AMD's. In what else
+# their code depends on the GPU, it is that of `SAMPLE`.
+FORMS = ("D128 dense rope", "D96 dense fp8", "L512 rows128 window")
+KINDS = ("sm_80", "sm_120", "gfx942")
 
 
 def launches(target: str, name: str) -> list[Launch]:

@@ -59,7 +59,7 @@ def compilations_beside(made: Any) -> list[str]:
 
 
 def main() -> None:
-    made = compile_prefill.launch(head_dim=128)
+    made = compile_prefill.launch(head_dim=64)
     other = compile_kernels.launches("sm_90", "D64 step")[0]
     plain = Constants(made.constants.device, **made.constants)
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.kernels import compile_kernels
-from tests.kernels.compile_kernels import SAMPLE, TARGETS
+from tests.kernels.compile_kernels import FORMS, KINDS, SAMPLE, TARGETS
 from tests.support import compiling
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,10 @@ HOPPER = tuple(
     or (case.partition(" ")[2] in OTHER_WIDTHS and case.split()[0] in ("D96", "D256"))
     or case.startswith(("D512 ", "L"))
 )
-OTHERS = [target for target in TARGETS if target != "sm_90"]
+OTHERS = [
+    *((target, case) for target in TARGETS if target != "sm_90" for case in SAMPLE),
+    *((target, case) for target in KINDS for case in FORMS),
+]
 KERNELS = {
     *("portable_kernel", "combine_kernel"),
     *("step_kernel", "page_kernel"),
@@ -70,8 +73,7 @@ def test_compiles_for_hopper_without_spills(case, capsys):
                 print(f"\nsm_90 {row['kernel']} {case}: {row['spill_bytes']} bytes spilled", end="")
 
 
-@pytest.mark.parametrize("case", SAMPLE)
-@pytest.mark.parametrize("target", OTHERS)
+@pytest.mark.parametrize(("target", "case"), OTHERS)
 def test_compiles_for_other_gpus(target, case):
     """Kernels that have not been run on these GPUs compile, within their shared memory."""
     compiled(target, case)

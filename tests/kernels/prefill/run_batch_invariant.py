@@ -29,7 +29,6 @@ LENGTH, GROUP = (
 )  # keys of the sequence that is compared. Of its rows, those that see fewer than 256 keys are multiplied twice
 CASES: dict[str, dict] = {
     "INT8 keys": {"head_dim": 128, "keys": "int8"},
-    "E4M3 keys": {"head_dim": 64, "keys": "e4m3"},
     "head_dim 256, E4M3 keys": {"head_dim": 256, "keys": "e4m3"},
     "window": {"head_dim": 64, "keys": "int8", "window": 200},
 }
