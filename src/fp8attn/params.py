@@ -13,6 +13,7 @@ DenseBackendName = Literal["auto", "hopper", "triton", "reference", "fa3"]  # of
 BACKENDS: tuple[BackendName, ...] = ("hopper", "triton", "reference")
 DENSE_BACKENDS: tuple[DenseBackendName, ...] = (*BACKENDS, "fa3")
 MOST_DENSE = 256  # channels of a head in a dense call
+LONG = 128  # new tokens of an engine's sequences; longer ones of one length are passed without their bounds
 
 
 # What a layer's attention may have that changes its kernels.

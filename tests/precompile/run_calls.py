@@ -29,9 +29,9 @@ from fp8attn.kernels.compile import specialization
 from fp8attn.kernels.launch import Launch, recording
 from fp8attn.kernels.machine import plan_for
 from fp8attn.pages import KVPages
-from fp8attn.params import BackendName
+from fp8attn.params import LONG, BackendName
 from fp8attn.precompile import first
-from fp8attn.precompile.calls import LONG, Layer, calls_of
+from fp8attn.precompile.calls import Layer, calls_of
 from tests.support.machines import TARGETS
 
 LLAMA = Layer(32, 8, 128)

@@ -15,7 +15,7 @@ from ..formats.kv_format import KVFormat
 from ..formats.page_layout import PAGE_SIZE
 from ..formats.spec import PageSpec
 from ..pages import KVPages
-from ..params import MOST_DENSE, Append, AttentionOption, AttentionParams, BackendName
+from ..params import LONG, MOST_DENSE, Append, AttentionOption, AttentionParams, BackendName
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -29,7 +29,6 @@ BATCHES = 1, 2, 4, 8, 64
 BEFORE = 0, 8, 64, 512
 MOST = 1 << 17  # new tokens of a call
 WINDOWS = 128, 1024, 4096  # tokens
-LONG = 128  # new tokens above which sequences of one length have no bounds in an engine (`engine.steps`)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...formats.page_layout import PAGE_SIZE
-from ...precompile.calls import LONG
+from ...params import LONG
 
 
 @dataclass(frozen=True)
