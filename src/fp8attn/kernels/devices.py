@@ -40,23 +40,12 @@ class Chip:
         prefill: times with 16-bit queries, by padded head_dim and number of warpgroups.
         combine: microseconds of a launch of `combine`, and microseconds for each byte of the partial outputs that it
             reads.
-        decode_stages: number of pages in the shared memory of a CTA of `decode`, by padded head_dim.
-        decode_ctas: number of CTAs of `decode` on a multiprocessor, by padded head_dim. Shared memory and registers
-            limit it.
-        decode_whole_pages: the largest number of pages of a head that stays in one range, because combining its parts
-            would cost more.
-        decode_head_pages: the number of pages that a CTA of `decode` reads in the time that it takes for a head besides
-            its pages.
     """
 
     name: str
     l2: int
     prefill: Mapping[tuple[int, int], Cost]
     combine: tuple[float, float]
-    decode_stages: Mapping[int, int]
-    decode_ctas: Mapping[int, int]
-    decode_whole_pages: int
-    decode_head_pages: int
 
 
 # The SXM module, with 132 multiprocessors. Tiles and items are fitted to launches of 20 to 2,400 us, which
@@ -68,10 +57,6 @@ H100 = Chip(
     # fewer items.
     prefill={(64, 3): Cost(1.3, 5.0), (128, 2): Cost(1.1, 4.0), (128, 3): Cost(1.52, 5.9), (256, 2): Cost(2.2, 6.0)},
     combine=(6.0, 0.9e-6),
-    decode_stages={64: 4, 128: 2, 256: 3},
-    decode_ctas={64: 2, 128: 2, 256: 1},
-    decode_whole_pages=4,
-    decode_head_pages=2,
 )
 # The H100's multiprocessors and L2 cache with faster memory. Prefill at head_dim 128 is fitted to launches with 16-bit
 # queries, which `test_cut.py` has. The others are the H100's.

@@ -11,13 +11,17 @@ import torch
 from ...formats.page_layout import PAGE_SIZE, PageLayout
 from ...formats.spec import spec_of
 from ..common import power_of_two
-from ..devices import chip
 from ..launch import Constants, ConstexprFields, Counters, make_constants, num_sms
 from ..tiles import views
 from ..view import View
 
 WARPS = 4  # that consume. The producer's warp counts as four more, since warps are given registers by fours.
 TILE = PAGE_SIZE  # tokens of a tile, a part of a page; a warp has a quarter of them
+# By padded head_dim: pages in the shared memory of a CTA, and CTAs of a multiprocessor, which shared memory and
+# registers limit. These and the next numbers were the fastest of those tried.
+STAGES, CTAS = {64: 4, 128: 2, 256: 3}, {64: 2, 128: 2, 256: 1}
+WHOLE_PAGES = 4  # the most pages of a head that stay in one range: combining its parts would cost more
+HEAD_PAGES = 2  # pages that a CTA reads in the time that it takes for a head besides its pages
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class DecodeOptions(ConstexprFields):
     sinks: bool
     leftpad: bool
     rotate: bool  # keys are rotated (`rotation`), so queries must be rotated
-    whole_tiles: int  # `devices.Chip.decode_whole_pages`, in tiles
-    head_tiles: int  # `devices.Chip.decode_head_pages`, in tiles
+    whole_tiles: int  # `WHOLE_PAGES`, in tiles
+    head_tiles: int  # `HEAD_PAGES`, in tiles
     early_v: bool  # V is loaded to registers before the scores are computed, if there are enough registers
 
 
@@ -96,14 +100,14 @@ class DecodePlan:
 @lru_cache(maxsize=4096)
 def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan:
     """The plan of the launch on `device`."""
-    gpu, spec = chip(device), spec_of(problem.spec)
+    spec = spec_of(problem.spec)
     head_dim, width = spec.k_dim, power_of_two(spec.k_dim)
     most_rows = problem.max_q * problem.group
     rows = 8 if most_rows <= 8 else 16
     row_tiles = -(-most_rows // rows)
-    ctas = gpu.decode_ctas[width]
+    ctas = CTAS[width]
     workers = count_workers(num_sms(device), ctas, row_tiles, problem.pool[1] * problem.num_seqs)
-    stages = gpu.decode_stages[width]
+    stages = STAGES[width]
     if width == 256 and rows > 8:
         stages = min(stages, 2)  # shared memory is too small for a third page
     of_page = PAGE_SIZE // TILE
@@ -112,7 +116,7 @@ def make_decode_plan(device: torch.device, problem: DecodeProblem) -> DecodePlan
         used_rows=min(rows, power_of_two(most_rows)), one_row_tile=row_tiles == 1, tile=TILE, stages=stages * of_page,
         block=32 if problem.num_seqs <= 32 else 128, causal=problem.causal, ragged=problem.ragged,
         window=problem.window, softcap=problem.softcap, sinks=problem.sinks, leftpad=problem.leftpad,
-        rotate=problem.rotate, whole_tiles=gpu.decode_whole_pages * of_page, head_tiles=gpu.decode_head_pages * of_page,
+        rotate=problem.rotate, whole_tiles=WHOLE_PAGES * of_page, head_tiles=HEAD_PAGES * of_page,
         early_v=width * rows <= 2048,
     )  # fmt: skip
     # Warp specialization allocates all registers, so `maxnreg` is a multiprocessor's 65,536 divided by all of its
