@@ -69,18 +69,17 @@ def fp8_kv_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(key, PagedTensor) and isinstance(value, PagedTensor) and (key.which, value.which) == ("k", "v"):
-        if "expand_kv" in vars(module):  # `latent.install` has replaced it
-            if softcap is not None or s_aux is not None:
-                raise ValueError(f"{_in_fp8(module)} as latents, whose attention has no softcap and no sinks (s_aux)")
-            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-            out = _attend_pages(
-                module, absorb(module, query), key, attention_mask, dropout, scaling, causal, None, None, kwargs
-            )
-            return expand(module, out), None
-        if key._key_matrix is not None:
-            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        latents = "expand_kv" in vars(module)  # `latent.install` has replaced it
+        if latents and (softcap is not None or s_aux is not None):
+            raise ValueError(f"{_in_fp8(module)} as latents, whose attention has no softcap and no sinks (s_aux)")
+        if scaling is None:
+            scaling = query.shape[3] ** -0.5
+        if latents:
+            query = absorb(module, query)
+        elif key._key_matrix is not None:
             query = k_eq_v.absorb(query.transpose(1, 2), key._key_matrix).transpose(1, 2)  # no copy in `tokens_of`
-        return _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs), None
+        out = _attend_pages(module, query, key, attention_mask, dropout, scaling, causal, softcap, s_aux, kwargs)
+        return (expand(module, out) if latents else out), None
     # A model that changes K or V after the cache (DiffLlama) has dequantized it by that. The other one is dequantized
     # here.
     key, value = (x.dequantize() if isinstance(x, PagedTensor) else x for x in (key, value))
@@ -128,7 +127,7 @@ def _attend_pages(
     key: PagedTensor,
     mask: torch.Tensor | None,
     dropout: float,
-    scaling: float | None,
+    scaling: float,
     causal: bool,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -159,7 +158,7 @@ def _attend_pages(
     causal = causal or window is not None
     if query.dtype != key.dtype:  # keys are in autocast's dtype already
         (query,) = autocast(query)
-    batch, heads, length, head_dim = query.shape
+    batch, heads, length, _ = query.shape
     q, pages = tokens_of(query), pages_of(key)
     if torch.compiler.is_compiling():
         out = ops.attention(
@@ -175,7 +174,7 @@ def _attend_pages(
         if sinks is not None:
             check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
         params = AttentionParams(
-            None, length, causal, head_dim**-0.5 if scaling is None else scaling, window or 0, softcap or 0.0, sinks,
+            None, length, causal, scaling, window or 0, softcap or 0.0, sinks,
             start, False, reading.exact, reading.batch_invariant,
         )  # fmt: skip
         out, _ = ops.run_attention(resolve(reading.backend, q, pages.format.name), q, pages, params)
