@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.peers import CALLS
-from benchmarks.vllm import GROUPS
 
 from ..rows import Rows, latest, ratio
 from .kernels import PREFILL
@@ -53,7 +52,7 @@ def title(name: str, impl: str) -> str:
 def words(name: str, case: str) -> str:
     if name == "vllm":
         group, _, timed = case.partition("-")
-        return label(timed) if GROUPS[group].shape == "llama" else f"{label(timed)}, {group}"
+        return label(timed) if group == "llama" else f"{label(timed)}, {group.replace('_', ' ')}"
     return PREFILL.get(case) or case.replace("-S", " ").replace("-", " ")
 
 
