@@ -134,11 +134,13 @@ def joined(held: Mapping, head: Mapping, names: Iterable[str]) -> dict:
 
 
 def write(path: Path, head: Mapping, rows: Iterable[dict]) -> None:
-    """Write a file with a line for each row."""
+    """Write a file with a line for each row. Who reads it meanwhile finds the older file whole."""
     lines = [f' "{key}": {json.dumps(head[key])},' for key in HEADER if head.get(key)]
     body = ",\n".join("  " + json.dumps(row) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("\n".join(["{", *lines, ' "rows": [', body, " ]", "}"]) + "\n")
+    unfinished.rename(path)
 
 
 def header(peers: Mapping[str, str]) -> dict:
