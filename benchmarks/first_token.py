@@ -1,7 +1,7 @@
 """Seconds from a cache to a prompt's first token, and of `warmup`, in a new process with an empty Triton cache.
 
-A model of Qwen2.5-1.5B's or Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes
-one more token. Each run is a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second
+A model of Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes one more token. Each run is
+a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second
 process, which finds them on disk. Time begins when the model is on the GPU and has run without a cache. `warmup`
 compiles all kernels of Llama-3.1-8B's shape.
 """
@@ -19,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-QWEN15B = dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128)
 LLAMA = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"shape": LLAMA, "tokens": 8192},
-    "qwen1.5b": {"shape": QWEN15B, "tokens": 8192, "means": True},
     "warmup": {},
 }
-AGAIN = ("llama", "qwen1.5b")  # cases that also run a second time
+AGAIN = ("llama",)  # cases that also run a second time
 LAYERS = 4
 SECONDS = 120  # for one process
 PROCESSES = True  # it measures in processes of its own
@@ -67,9 +65,8 @@ def warmup() -> dict[str, float]:
     return {"seconds": round(time.perf_counter() - begun, 1)}
 
 
-def first_token(shape: dict[str, int], tokens: int, means: bool = False) -> dict[str, float]:
-    """Seconds to the first and the second token through `FP8Cache`. `means`: each layer has another combination of
-    static means."""
+def first_token(shape: dict[str, int], tokens: int) -> dict[str, float]:
+    """Seconds to the first and the second token through `FP8Cache`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,12 +91,6 @@ def first_token(shape: dict[str, int], tokens: int, means: bool = False) -> dict
         synchronize()
         begun = time.perf_counter()
         cache = FP8Cache(model)
-        if means:
-            mean = torch.ones(shape["num_key_value_heads"], shape["head_dim"], dtype=torch.float32, device=DEVICE)
-            for i, layer in enumerate(cache.layers):
-                layer.k_mean, layer.v_mean = (mean if i & bit else None for bit in (1, 2))
-            for group in cache.groups:
-                group.make_early()
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         token.tolist()
         first = time.perf_counter() - begun

@@ -20,16 +20,13 @@ def overhead() -> str:
 def first_token() -> str:
     """Seconds until the first and the second token, and of a warm-up, from an empty cache of Triton."""
     title, found = latest("first_token")
-    labels = {
-        "llama": "Llama-3.1-8B's shape, a prompt of 8,192 tokens",
-        "qwen1.5b": "Qwen2.5-1.5B's shape, means, 8,192 tokens",
-    }
     body = []
     for (case, impl), row in found.items():
         if case == "warmup":
             body.append(["`warmup` of Llama-3.1-8B's shape", f"{row['seconds']:.1f}", "", ""])
-        elif case in labels:
+        elif case == "llama":
             again = ", a second process" if impl.endswith("again") else ""
+            what = f"Llama-3.1-8B's shape, a prompt of 8,192 tokens{again}"
             kernels = f"{row['compiled']} compiled, {row['loaded']} from disk"
-            body.append([labels[case] + again, f"{row['first_token_s']:.1f}", f"{row['second_token_s']:.1f}", kernels])
+            body.append([what, f"{row['first_token_s']:.1f}", f"{row['second_token_s']:.1f}", kernels])
     return table([title, "s to the first token", "to the second", "kernels"], body)

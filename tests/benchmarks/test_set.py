@@ -54,6 +54,7 @@ TINY = {
     "triton": import_module("benchmarks.triton").CASES,
     "real_model": {"stdlib-S4096": import_module("benchmarks.real_model").CASES["stdlib-S4096"]},
     "video": ("clip",),
+    "wide": ("step",),
     "needle": ("prompt",),
     "latent_needle": ("prompt",),
     "public_models": ("text",),
@@ -65,7 +66,8 @@ NAMES = {  # implementations of ours
     "overhead": {"fp8attn", "torch", "bf16-dynamic", "bf16-static", "fp8attn-dynamic", "fp8attn-static"},
     "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"},
     "tests": {"fp8attn"}, "video": {"fp8attn"}, "needle": {"fp8attn"}, "latent_needle": {"fp8attn"},
-    "public_models": {"fp8attn"}, "latent": {"fp8attn"}, "latent_step": {"dynamic-cache", "fp8attn"},
+    "public_models": {"fp8attn"}, "wide": {"fp8attn"}, "latent": {"fp8attn"},
+    "latent_step": {"dynamic-cache", "fp8attn"},
 }  # fmt: skip
 
 
@@ -106,7 +108,7 @@ def on_a_cpu(monkeypatch, tmp_path):
         lambda case: iter([{"case": case, "impl": "fp8attn-triton-3.6.0"}]),
     )
     monkeypatch.setattr(import_module("benchmarks.triton"), "start", lambda cases: None)
-    for name in ("video", "needle", "latent_needle", "public_models"):
+    for name in ("video", "wide", "needle", "latent_needle", "public_models"):
         monkeypatch.setattr(
             import_module(f"benchmarks.{name}"), "measure", lambda case: iter([{"case": case, "impl": "fp8attn"}])
         )
@@ -226,7 +228,7 @@ def test_a_peer_that_is_missing_is_named(on_a_cpu, monkeypatch, capsys):
 
 def test_a_first_token_and_a_second():
     shape = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
-    found = first_token.first_token(shape, 40, means=True)
+    found = first_token.first_token(shape, 40)
     assert found["first_token_s"] >= 0 and found["second_token_s"] >= 0
 
 
