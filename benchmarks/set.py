@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from evidence import results
 
-from . import latent, peers, run
+from . import latent, peers, run, wide
 from .ahead import compile_ahead
 from .beside import Beside
 
@@ -61,14 +61,18 @@ class Part(NamedTuple):
 
 
 SET = (
-    Part("prefill", 105), Part("decode", 45), Part("sdpa", 60), Part("append", 25), Part("latent", 120),
-    Part("engine", 40), Part("latent_step", 25), Part("overhead", 30), Part("first_token", 115), Part("video", 60),
-    Part("triton", 60),
+    Part("prefill", 105), Part("decode", 45), Part("sdpa", 60), Part("latent", 120), Part("wide", 20),
+    Part("engine", 40), Part("append", 25), Part("video", 60), Part("latent_step", 25), Part("triton", 60),
+    Part("overhead", 30), Part("first_token", 70),
     Part(TESTS, 320, False), Part("needle", 360, False), Part("public_models", 300, False),
     Part("latent_needle", 150, False), Part("real_model", 150, False), Part("accuracy", 80, False),
     Part("accumulation", 75, False),
 )  # fmt: skip
-WANTED = {"prefill": peers.PREFILL, "latent": tuple(latent.BYTES)}  # by part, implementations of peers
+WANTED = {
+    "prefill": peers.PREFILL,
+    "latent": tuple(latent.BYTES),
+    "wide": wide.PEERS,
+}  # by part, implementations of peers
 
 
 def cases_of(part: Part) -> list[str]:

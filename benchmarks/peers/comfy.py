@@ -137,8 +137,8 @@ def whole(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Ru
 
 PEER = Peer(
     calls={
-        "comfy": Call(attention, "Comfy Kitchen", "#81b29a", levels=2),
-        "comfy-call": Call(whole, "Comfy Kitchen, whole call", "#81b29a", levels=2),
+        "comfy": Call(attention, "Comfy Kitchen INT8", "#81b29a", levels=2),
+        "comfy-call": Call(whole, "Comfy Kitchen INT8, whole call", "#81b29a", levels=2),
     },
     needs=(WHEEL,),
     load=_kernels,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks import engine as engine_benchmark
+from benchmarks import wide as wide_benchmark
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
@@ -17,6 +18,7 @@ PREFILL = {
     "D128-causal-S4096": "4 x 4k causal", "D128-causal-S8192": "2 x 8k causal", "D128-causal-S65536": "64k causal",
     "gqa-causal-S16384": "16k causal, 32/8 heads", "gqa-causal-S131072": "128k causal, 32/8 heads",
     "chunked-2k-on-128k": "2k on 128k, 32/8 heads", "varlen-mix": "ragged, 32/8 heads",
+    **{f"mha-causal-S{n * 1024}": f"{n}k causal, 32 heads" for n in (2, 4, 8)},
     "D64-full-S16384": "16k full, head_dim 64",
     "D64-causal-S16384": "16k causal, head_dim 64", "D256-full-S16384": "16k full, head_dim 256",
     "D256-causal-S16384": "16k causal, head_dim 256", "D192-causal-S16384": "16k causal, head_dim 192",
@@ -79,6 +81,8 @@ def prefill() -> str:
         f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
         **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl,
         keys in KEYS.items()},
+        "16-bit queries, over the best single-level FP8": lambda here, case:
+        number(over(here, case, "fp8attn", *SINGLE_LEVEL)),
     })  # fmt: skip
 
 
@@ -164,6 +168,26 @@ def video_noise() -> str:
         [*zero, *one[1:]] for zero, one in zip(of_shapes("noise", ".1%"), of_shapes("noise_mean1", ".2%"), strict=True)
     ]
     return table(["noise", *SHAPES.values(), *(f"{label}; V of mean 1" for label in SHAPES.values())], body)
+
+
+@block("wide")
+def wide() -> str:
+    """Attention at head_dim 512: keys that follow from values, and K and V, beside vLLM's."""
+    theirs = {impl: CALLS[impl].title + " FP8" * bool(CALLS[impl].levels) for impl in wide_benchmark.PEERS}
+    ours = {"fp8attn-latents": "keys that follow from values", "fp8attn": "K and V"}
+    columns = {
+        f"{title}: {head}": cell
+        for impl, title in ours.items()
+        for head, cell in {
+            "us": lambda here, case, impl=impl: value(here, case, impl, "ms", ".0f", 1e3),
+            **{
+                f"over {name}": lambda here, case, impl=impl, peer=peer: number(over(here, case, impl, peer))
+                for peer, name in theirs.items()
+            },
+        }.items()
+    }
+    cases = {case: case.replace("-", ", ") for case in dict.fromkeys(case for case, _ in latest("wide")[1])}
+    return beside("wide", "head_dim 512", cases, columns)
 
 
 @block("append")

@@ -4,7 +4,7 @@ import pytest
 
 from evidence import rows as reading
 from evidence.rows import commit_of, over
-from evidence.tables import BLOCKS, FILES, filled, writing
+from evidence.tables import BLOCKS, FILES, behind, filled, writing
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -37,3 +37,26 @@ def test_ratios_are_of_rows_of_one_case():
     }
     assert over(found, "a", "fp8attn", "fa3-bf16", "cudnn-bf16", "torchao") == 1.5
     assert over(found, "a", "fp8attn", "torchao") is None and over(found, "a", "torchao", "fa3-bf16") is None
+
+
+def test_where_a_peer_is_ahead(monkeypatch):
+    """In speed by half a percent and more, and in errors by a tenth and more."""
+    times = {"a": (2.0, 1.0, 3.0), "b": (2.0, 2.0, 1.5), "c": (1.0, 2.0, 0.999)}
+    errors = {"a": (0.02, 0.01), "b": (0.02, 0.019), "c": (0.02, 0.03)}
+    found = {
+        (case, impl): {"case": case, "impl": impl, "ms": ms, "rel_err": error}
+        for case in times
+        for impl, ms, error in zip(("fp8attn", "fa3-fp8", "cudnn-fp8"), times[case], (*errors[case], 1.0), strict=True)
+    }
+    monkeypatch.setattr(behind, "latest", lambda name: ("H200", found if name == "prefill" else {}))
+    assert [line.split(" | ")[1:] for line in behind.ahead().splitlines()[2:]] == [
+        ["a", "FA3 FP8 0.50 |"],
+        ["b", "cuDNN FP8 0.75 |"],
+    ]
+    assert [line.split(" | ")[1:] for line in behind.behind().splitlines()[2:]] == [
+        ["FA3 FP8", "0.50 to 2.00", "1 of 3 |"],
+        ["cuDNN FP8", "0.75 to 1.50", "1 of 3 |"],
+    ]
+    assert [line.split(" | ")[1:] for line in behind.more_exact().splitlines()[2:]] == [
+        ["FA3 FP8", "2.00%", "1.00% to 3.00%", "1 of 3 |"]
+    ]
