@@ -182,7 +182,7 @@ def load() -> None:
 
 PEER = Peer(
     calls={
-        "vllm-fa4-fp8": Call(fp8, "vLLM's FA4", "#e07a5f"),
+        "vllm-fa4-fp8": Call(fp8, "vLLM's FA4 FP8", "#e07a5f"),
         "vllm-fa4-bf16": Call(bf16, "vLLM's FA4 BF16", "#7d8597"),
     },
     needs=(Wheel(TVM_FFI), SOURCE),

@@ -173,7 +173,6 @@ def video_noise() -> str:
 @block("wide")
 def wide() -> str:
     """Attention at head_dim 512: keys that follow from values, and K and V, beside vLLM's."""
-    theirs = {impl: CALLS[impl].title + " FP8" * bool(CALLS[impl].levels) for impl in wide_benchmark.PEERS}
     ours = {"fp8attn-latents": "keys that follow from values", "fp8attn": "K and V"}
     columns = {
         f"{title}: {head}": cell
@@ -181,8 +180,10 @@ def wide() -> str:
         for head, cell in {
             "us": lambda here, case, impl=impl: value(here, case, impl, "ms", ".0f", 1e3),
             **{
-                f"over {name}": lambda here, case, impl=impl, peer=peer: number(over(here, case, impl, peer))
-                for peer, name in theirs.items()
+                f"over {CALLS[peer].title}": lambda here, case, impl=impl, peer=peer: number(
+                    over(here, case, impl, peer)
+                )
+                for peer in wide_benchmark.PEERS
             },
         }.items()
     }
