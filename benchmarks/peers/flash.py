@@ -30,15 +30,12 @@ def forward(
         shape: of prompts alone: one CTA reads all keys of a tile. With decode steps the build chooses how many do.
         scales: of Q, K and V in FP8, `[num_kv_heads]` each.
     """
-    found = builds.find(build)
-    args = list(found.neutral)
+    run = builds.find(build).run
     if q.dtype == FP8:
         options |= {f"{name}_descale": x.expand(len(shape.keys), -1) for name, x in zip("qkv", scales, strict=True)}
     options |= {"q": q, "k": k, "v": v, "softmax_scale": shape.softmax_scale, "is_causal": shape.causal}
     options["num_splits"] = 0 if min(shape.queries) <= MOST_DECODED else 1
-    for name, x in options.items():
-        args[found.positions[name]] = x
-    return lambda: found.op(*args)[0].reshape(-1, shape.q_heads, shape.dim)
+    return lambda: run(**options)[0].reshape(-1, shape.q_heads, shape.dim)
 
 
 def runs_of(attend: Callable) -> Callable[..., Run]:

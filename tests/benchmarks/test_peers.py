@@ -164,32 +164,12 @@ def test_fa3_gets_the_scales_of_its_operands(monkeypatch):
     """A build that attends in float64 to what bytes and scales stand for."""
     given = {}
 
-    def find(name):
-        names = (
-            "q",
-            "k",
-            "v",
-            "q_descale",
-            "k_descale",
-            "v_descale",
-            "softmax_scale",
-            "is_causal",
-            "num_splits",
-            "cu_seqlens_q",
-        )
-        names += ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table")
+    def op(**arguments):
+        given.clear()
+        given.update(arguments)
+        return (torch.zeros(len(arguments["q"]), 8, 128),)
 
-        def op(*args):
-            given.update(zip(names, args, strict=True))
-            return (torch.zeros(len(args[0]), 8, 128),)
-
-        return type(
-            "Build",
-            (),
-            {"neutral": (None,) * len(names), "positions": {n: i for i, n in enumerate(names)}, "op": staticmethod(op)},
-        )
-
-    monkeypatch.setattr(flash.builds, "find", find)
+    monkeypatch.setattr(flash.builds, "find", lambda name: flash.builds.Build(name, op))
     q, k, v = STEP.inputs()
     k *= 3
     run = peers.CALLS["vllm-fa3-fp8-paged"].run(STEP, q, k, v)
