@@ -61,9 +61,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    f"{TASK}-S{LONGEST}": Case(LONGEST, 0, 96, IMPLS),
-    **{f"{TASK}-stress{n}-S{LONGEST}": Case(LONGEST, n, 24, IMPLS) for n in range(1, len(STRENGTHS))},
     **{f"{TASK}-S{n * K}": Case(n * K, 0, 96, ("bf16", "fp8attn", "fa3-fp8")) for n in (4, 8, 16, 32, 64)},
+    f"{TASK}-S{LONGEST}": Case(LONGEST, 0, 64, IMPLS),
+    **{f"{TASK}-stress{n}-S{LONGEST}": Case(LONGEST, n, 24, IMPLS) for n in range(1, len(STRENGTHS))},
 }
 
 

@@ -62,8 +62,8 @@ class Part(NamedTuple):
 
 SET = (
     Part("prefill", 105), Part("decode", 45), Part("sdpa", 60), Part("latent", 120), Part("wide", 20),
-    Part("engine", 40), Part("append", 25), Part("video", 60), Part("latent_step", 25), Part("triton", 60),
-    Part("overhead", 30), Part("first_token", 70),
+    Part("append", 25), Part("video", 60), Part("engine", 40), Part("latent_step", 25), Part("overhead", 30),
+    Part("first_token", 70), Part("triton", 60),
     Part(TESTS, 320, False), Part("needle", 360, False), Part("public_models", 300, False),
     Part("latent_needle", 150, False), Part("real_model", 150, False), Part("accuracy", 80, False),
     Part("accumulation", 75, False),

@@ -94,7 +94,7 @@ def test_a_row_counts_pairs_and_depths():
 
 def test_cases_are_what_the_tables_show():
     assert {case.length for case in needle.CASES.values()} == {4096, 8192, 16384, 32768, 65536, 131072}
-    assert [dataclasses.astuple(needle.STRENGTHS[case.strength]) for case in list(needle.CASES.values())[1:4]] == [
+    assert [dataclasses.astuple(needle.STRENGTHS[case.strength]) for case in list(needle.CASES.values())[-3:]] == [
         (1, 4),
         (3, 16),
         (10, 64),
