@@ -46,6 +46,29 @@ def test_a_missing_package_of_the_extra_is_named_with_the_extra():
     )
 
 
+def test_the_oldest_transformers_is_that_of_the_project():
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert found["hf"][0].startswith("transformers>={}.{},".format(*extras.OLDEST_TRANSFORMERS))
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.0"])
+def test_a_transformers_that_is_too_old_is_an_error_before_it_is_imported(monkeypatch, version):
+    monkeypatch.setattr(extras.metadata, "version", {"transformers": version}.__getitem__)
+    with pytest.raises(extras.MissingPackageError) as raised, extras.needs("hf"):
+        pytest.fail("the block ran")
+    hint = 'run pip install "fp8attn[hf]"'
+    assert str(raised.value) == f"transformers {version} is too old, 5.17 is the oldest that works; {hint}"
+    with extras.needs("vllm"):  # an engine has a transformers of its own
+        pass
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "6.0.0.dev0"])
+def test_a_newer_transformers_is_imported(monkeypatch, version):
+    monkeypatch.setattr(extras.metadata, "version", {"transformers": version}.__getitem__)
+    with extras.needs("hf"):
+        pass
+
+
 def test_the_innermost_extra_is_named():
     with pytest.raises(extras.MissingPackageError, match=r"fp8attn\[hf\]"), extras.needs("cli"), extras.needs("hf"):
         raise ModuleNotFoundError(name="transformers")
