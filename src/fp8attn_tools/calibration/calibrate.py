@@ -201,7 +201,7 @@ def check_scales(
 
 
 def _check_batches(batches: Any) -> None:
-    if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, str)):
+    if not isinstance(batches, Iterable) or isinstance(batches, (Mapping, str, torch.Tensor)):
         raise TypeError(
             f"batches must be an iterable of tensors input_ids [B, S], or of mappings with them; got "
             f"{type(batches).__name__}. Put a single batch into a list: [input_ids]"

@@ -408,7 +408,9 @@ def test_what_is_no_batch_is_refused(model, batch):
         calibrate(model, [batch])
 
 
-@pytest.mark.parametrize("batches", [None, 3, "text", {"input_ids": torch.ones(1, 3, dtype=torch.long)}])
+@pytest.mark.parametrize(
+    "batches", [None, 3, "text", {"input_ids": torch.ones(1, 3, dtype=torch.long)}, torch.ones(1, 3, dtype=torch.long)]
+)
 def test_what_are_no_batches_is_refused(model, batches):
     message = (
         rf"batches must be an iterable of tensors input_ids .* got {type(batches).__name__}\. Put a single batch into "
