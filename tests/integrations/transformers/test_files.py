@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8attn import PagedKVCache
+from fp8attn import PagedKVCache, UsageError
 from fp8attn.cache.storage import FORMAT
 from fp8attn.integrations.transformers import FP8Cache
 from tests.support.transformers_models import close, generated, make, one_thread, prompt  # noqa: F401
@@ -79,9 +79,17 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="run the prompt through the model first"):
         FP8Cache(model).save(path)
     prefilled(model, prompt()).save(path)
-    for other in (make("mistral"), make(num_hidden_layers=2)):
-        with pytest.raises(ValueError, match=r"is from another model: .*'llama'.*Load it with that model"):
+    for other, difference in (
+        (make("mistral"), "type is 'llama' in the file and 'mistral' in the model"),
+        (
+            make(num_hidden_layers=2),
+            "layers is 3 in the file and 2 in the model; FP8 layers is [0, 1, 2] in the file and [0, 1] in the model",
+        ),
+    ):
+        with pytest.raises(UsageError) as raised:
             FP8Cache.load(path, other)
+        said = f"is from another model: {difference}. Load it with that model, or prefill the prompt with this one"
+        assert str(raised.value) == f"{path} {said}"
     with pytest.raises(ValueError, match="do not fit into max_seqlen=100"):
         FP8Cache.load(path, model, max_cache_len=100)
     paged = PagedKVCache.load(path)  # the pages alone

@@ -119,11 +119,16 @@ def restore(
         tokens: `[B, S]` ids of the prompt, which must begin with those of the file. None: they are not compared.
     """
     path, tensors, groups = file.path, file.tensors, groups_of(layers)
-    fp8_layers = sorted(layer.index for group in groups for layer in group.layers)
-    if (identity, fp8_layers) != (file.identity, list(file.layers)):
+    saved = file.identity | {"FP8 layers": list(file.layers)}
+    given = identity | {"FP8 layers": sorted(layer.index for group in groups for layer in group.layers)}
+    if differences := [
+        f"{name} is {saved.get(name)!r} in the file and {given.get(name)!r} in the model"
+        for name in saved | given
+        if saved.get(name) != given.get(name)
+    ]:
         raise UsageError(
-            f"{path} is from another model: {file.identity}, with FP8 layers {list(file.layers)}; the given model is "
-            f"{identity}, with {fp8_layers}. Load it with that model, or prefill the prompt with this one"
+            f"{path} is from another model: {'; '.join(differences)}. Load it with that model, or prefill the prompt "
+            f"with this one"
         )
     if tokens is not None:
         _check_tokens(tensors.get("tokens"), tokens, path)
