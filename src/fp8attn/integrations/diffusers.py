@@ -61,8 +61,8 @@ def fp8_transformer(transformer: torch.nn.Module, policy: AttentionPolicy | None
     if kind is None:
         names = " or ".join(kind.__name__ for kind in BLOCKS)
         raise UsageError(
-            f"the transformer must be a {names}; for a {type(inner).__name__}, say which modules its layers are: "
-            "fp8attn.fp8_attention(policy, transformer, layers=transformer.blocks)"
+            f"the transformer must be a {names} (of a pipeline, pipe.transformer); for a {type(inner).__name__}, say "
+            "which modules its layers are: fp8attn.fp8_attention(policy, transformer, layers=transformer.blocks)"
         )
     if getattr(inner._parallel_config, "context_parallel_config", None) is not None:
         raise UsageError(
