@@ -161,17 +161,17 @@ def _hide(memory, piece, y, scales, seen, LAST: gl.constexpr, options: gl.conste
     """The scores of a tile, `HIDDEN` where a row does not see a token. `seen`: the tokens from the tile on that all
     rows see. LAST: the tile may be longer than the sequence."""
     X: gl.constexpr = scores_layout(options.rows)
-    R: gl.constexpr = options.rows
-    token = gl.arange(0, TILE, gl.SliceLayout(0, X))
+    token, lane = _tokens(X)
+    left = seen - lane
     if options.causal:
         first = memory.get(piece, FIRST)
-        query = (first + gl.arange(0, R, gl.SliceLayout(1, X))) // options.group - first // options.group
-        left = seen + memory.get(piece, QUERIES) - 1
+        query = (first + gl.arange(0, options.rows, gl.SliceLayout(1, X))) // options.group - first // options.group
+        end = left[None, :] + query[:, None]
+        left += memory.get(piece, QUERIES) - 1
+        end = gl.minimum(end, left[None, :])  # rows that do not exist see no more
+        y = gl.where(token[None, :] < end, y, HIDDEN)
         scales = gl.where(scales == scales, scales, 0.0)  # a NaN is in the scores of the rows that see it, and no other
-        end = gl.minimum(seen + query, left)  # rows that do not exist see no more
-        y = gl.where(token[None, :] < end[:, None], y, HIDDEN)
     else:
-        left = seen
         y = gl.where((token < left)[None, :], y, HIDDEN)
     if LAST:
         scales = gl.where(token < left, scales, 0.0)
@@ -181,9 +181,17 @@ def _hide(memory, piece, y, scales, seen, LAST: gl.constexpr, options: gl.conste
 @gluon.jit
 def _hide_padding(y, scales, pad, options: gl.constexpr):
     """The scores of a tile, `HIDDEN` of its first `pad` tokens."""
-    X: gl.constexpr = scores_layout(options.rows)
-    seen = gl.arange(0, TILE, gl.SliceLayout(0, X)) >= pad
+    token, lane = _tokens(scores_layout(options.rows))
+    seen = token >= pad - lane
     return gl.where(seen[None, :], y, HIDDEN), gl.where(seen, scales, 0.0)
+
+
+@gluon.jit
+def _tokens(X: gl.constexpr):
+    """Tokens of a tile: constants of a thread's registers, and what to add to all of them in its lane. (As sums, they
+    would be in 16 registers over the loop.)"""
+    token = gl.arange(0, TILE, gl.SliceLayout(0, X))
+    return token & ~6, token & 6
 
 
 @gluon.jit
