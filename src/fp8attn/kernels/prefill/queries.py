@@ -152,11 +152,11 @@ def larger(a, b):
 
 @gluon.jit
 def largest_magnitude(blocks):
-    """The largest magnitude of each row; NaN if the row has a NaN."""
+    """The largest magnitude of each row, of the last dimension; NaN if the row has a NaN."""
     x = gl.abs(blocks[0])
     for j in gl.static_range(1, len(blocks)):
         x = larger(x, gl.abs(blocks[j]))
-    return gl.reduce(x, 1, larger)
+    return gl.reduce(x, len(x.shape) - 1, larger)
 
 
 @gluon.jit

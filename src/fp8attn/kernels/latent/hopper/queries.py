@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ...common import LOG2E
 from ...gluon import gdc_launch_dependents, gdc_wait, gl, gluon, mma_v2
-from ...prefill.queries import hadamard_blocks
+from ...prefill.queries import hadamard_blocks, larger, largest_magnitude
 from ...rotation import HIGH_SIGNS, negative_in_step
 from . import plan
 
-SMALLEST = gl.constexpr(67 << 23)  # 2^-60, in bits: a row of smaller values is rounded as if this were its largest
+SMALLEST = gl.constexpr(2.0**-60)  # a row of smaller values is rounded as if this were its largest
 ROUND = gl.constexpr(1.5 * 2**23)  # a sum with it has the bits of this number plus the rounded integer
-BLOCK = gl.constexpr(plan.MAX_BLOCK)  # channels of a factor, of the rotation, and of a warp
 ROUND_BITS = gl.constexpr(0x4B400000)
+BLOCK = gl.constexpr(plan.MAX_BLOCK)  # channels of a factor, of the rotation, and of a warp
 MOST_ROPE = gl.constexpr(32768.0)  # of a query's RoPE part in FP16
 N = gl.constexpr(plan.ROUNDED)  # rows of a program
 
@@ -62,26 +62,27 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         rope_channel = gl.arange(0, OPTIONS.rope, gl.SliceLayout(0, FLAT))[None, :]
         rope_at = rope_at[:, None] + OPTIONS.rank + rope_channel
         rope = gl.load(q_ptr + rope_at, mask=rope_inside[:, None] & (rope_channel >= 0), other=0.0).to(gl.float32)
-    size = gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA)
-    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None, None]
+    # Of a row's block: what it is multiplied by when it is rotated.
+    size = gl.full([WARPS, N], BLOCK**-0.5, gl.float32, gl.SliceLayout(2, MMA))
+    rope_size = size
     if factor_ptr is not None:
+        warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA)))[:, None]
         size *= gl.load(factor_ptr + kv_head * WARPS + warp)
-    bits = gl.zeros([WARPS, N, 16], gl.int32, MMA)
-    rotated, bits = _rotate(q, plus, size, bits, MMA)
+    rotated = _rotate(q, plus, MMA)
+    largest = largest_magnitude(rotated) * size
     if ROPE_IN_CODES:  # one block, which every warp computes
         gl.static_assert(OPTIONS.rope == BLOCK)
         rope_channel = _channels(LOAD, 0)
         to_load = inside[None, :, None] & (rope_channel >= 0)
         rope = gl.load(q_ptr + at[None, :, None] + OPTIONS.rank + rope_channel, mask=to_load, other=0.0)
-        rotated_rope, bits = _rotate(rope, plus, gl.full([WARPS, 1, 1], BLOCK**-0.5, gl.float32, MMA), bits, MMA)
-    bits = gl.max(gl.max(bits, 2), 0)
+        rotated_rope = _rotate(rope, plus, MMA)
+        largest = larger(largest, largest_magnitude(rotated_rope) * rope_size)
+    largest = larger(gl.reduce(largest, 0, larger), SMALLEST)
     if OPTIONS.rope_in_16_bits:
-        rope_bits = gl.max((gl.abs(rope) * (TOP / MOST_ROPE)).to(gl.int32, bitcast=True), 1)
-        bits = gl.maximum(bits, gl.convert_layout(rope_bits, ROW))
-    largest = gl.maximum(bits, SMALLEST).to(gl.float32, bitcast=True)
+        rope_largest = gl.reduce(gl.abs(rope), 1, larger) * (TOP / MOST_ROPE)
+        largest = larger(largest, gl.convert_layout(rope_largest, ROW))
     inverse = gl.where(scale < 0, -TOP, TOP) / largest  # the sign of the scale is the queries'
-    factor = gl.abs(scale) * LOG2E * largest / TOP
-    factor = gl.where(factor < 1e-37, 1e-37, factor)  # times a hidden score it is no NaN
+    factor = larger(gl.abs(scale) * LOG2E * largest / TOP, 1e-37)  # times a hidden score it is no NaN
     row = first_row + gl.arange(0, N, ROW)
     factors_ptr = numbers_ptr + 2 * parts
     gl.store(factors_ptr + place * row_tiles * ROWS + row, factor)
@@ -91,16 +92,16 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
         score = gl.convert_layout(gl.sum(gl.sum(q.to(gl.float32) * mean, 2), 0) * (scale * LOG2E), ROW)
         result = row + row // OPTIONS.group * ((HEADS - 1) * OPTIONS.group)  # rows of the output have all KV heads
         gl.store(scores_ptr + result, score, mask=row < num_q * OPTIONS.group)
-    high, low = _digits(rotated, inverse, OPTIONS)
+    high, low = _digits(rotated, size * inverse[None, :], OPTIONS)
     STORE: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [WARPS, 1, 1], [2, 1, 0])
     stored = first_row + gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, STORE)))
-    stored = _stored(place * row_tiles, stored, OPTIONS).to(gl.int64)[None, :, None]
+    stored = _stored(place * row_tiles, stored, OPTIONS)[None, :, None]
     to = codes_ptr + stored * OPTIONS.rank + _channels(STORE, BLOCK)
     gl.store(to, gl.convert_layout(_together(high), STORE))
     if OPTIONS.digits == 2:
         gl.store(to + 8 * OPTIONS.rank, gl.convert_layout(_together(low), STORE))
     if ROPE_IN_CODES:
-        high, low = _digits(rotated_rope, inverse, OPTIONS)
+        high, low = _digits(rotated_rope, rope_size * inverse[None, :], OPTIONS)
         to = rope_ptr + stored * OPTIONS.rope + _channels(STORE, 0)
         first_warp = (_channels(STORE, BLOCK) < BLOCK) & (stored >= 0)
         gl.store(to, gl.convert_layout(_together(high), STORE), mask=first_warp)
@@ -109,13 +110,13 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     if OPTIONS.rope_in_16_bits:
         rope *= gl.convert_layout(inverse, gl.SliceLayout(1, FLAT))[:, None]
         row = first_row + gl.arange(0, N, gl.SliceLayout(1, FLAT))
-        to = _stored(place * row_tiles, row, OPTIONS).to(gl.int64)[:, None] * OPTIONS.rope + rope_channel
+        to = _stored(place * row_tiles, row, OPTIONS)[:, None] * OPTIONS.rope + rope_channel
         gl.store(rope_ptr + to, rope.to(gl.float16))
 
 
 @gluon.jit
-def _rotate(q, plus, size, bits, MMA: gl.constexpr):
-    """Rows `q [warps, N, 128]` rotated, times `size`: eight times 16 channels. `bits`: of the largest magnitudes."""
+def _rotate(q, plus, MMA: gl.constexpr):
+    """Rows `q [warps, N, 128]` rotated, without the factor `128 ** -0.5`: eight times 16 channels."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     left = gl.convert_layout(q, LEFT)
     none = gl.zeros([gl.num_warps(), N, 16], gl.float32, MMA)
@@ -123,21 +124,17 @@ def _rotate(q, plus, size, bits, MMA: gl.constexpr):
     for j in gl.static_range(BLOCK // 16):
         x = mma_v2(_sixteen(left, j, LEFT), plus, none)
         blocks += (-x if (HIGH_SIGNS >> j) & 1 else x,)
-    blocks = hadamard_blocks(blocks, 1, BLOCK // 16)
-    rotated = ()
-    for j in gl.static_range(BLOCK // 16):
-        rotated += (blocks[j] * size,)
-        bits = gl.maximum(bits, gl.abs(rotated[j]).to(gl.int32, bitcast=True))  # NaN is larger than all numbers here
-    return rotated, bits
+    return hadamard_blocks(blocks, 1, BLOCK // 16)
 
 
 @gluon.jit
 def _digits(rotated, inverse, options: gl.constexpr):
-    """The digits of rotated rows times `inverse`: eight times 16 channels of the high ones, and of the low ones."""
+    """The digits of rotated rows times `inverse [warps, N]`: eight times 16 channels of the high ones, and of the low
+    ones."""
     high = ()
     low = ()
     for j in gl.static_range(BLOCK // 16):
-        x = (rotated[j] * inverse[None, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
+        x = (rotated[j] * inverse[:, :, None] + ROUND).to(gl.int32, bitcast=True) - ROUND_BITS
         if options.digits == 2:
             digit = ((x + 64) & 127) - 64
             low += (digit.to(gl.int8),)
@@ -175,26 +172,26 @@ def _together(blocks):
 
 @gluon.jit
 def _place(row_tiles, options: gl.constexpr):
-    """The KV head of a sequence that a program has, and its first row in it."""
-    program = gl.program_id(0)
-    of_seq = row_tiles * (options.rows // N)
-    return program // of_seq, program % of_seq * N
+    """The KV head of a sequence that a program has, and its first row in it. Unsigned numbers: their divisions are
+    shorter."""
+    program = gl.program_id(0).to(gl.uint32)
+    of_seq = (row_tiles * (options.rows // N)).to(gl.uint32)
+    return (program // of_seq).to(gl.int32), (program % of_seq * N).to(gl.int32)
 
 
 @gluon.jit
 def _rows(first_row, query, num_q, stride_t, stride_h, options: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the program's rows of the queries begin, and whether they exist."""
-    row = first_row + gl.arange(0, N, LAYOUT)
-    token = (query + row // options.group).to(gl.int64)
+    row = (first_row + gl.arange(0, N, LAYOUT)).to(gl.uint32)
+    token = query.to(gl.int64) + row // options.group
     at = token * stride_t + (row % options.group).to(gl.int64) * stride_h
-    return at, row < num_q * options.group
+    return at, row.to(gl.int32) < num_q * options.group
 
 
 @gluon.jit
 def _stored(first_block, row, options: gl.constexpr):
     """The stored row of a sequence's rows. Low digits are 8 rows behind the high ones: in the same thread of a
     product."""
-    at = (first_block + row // options.rows) * plan.MMA_ROWS
-    if options.digits == 1:
-        return at + row % options.rows
-    return at + 16 * (row % options.rows // 8) + row % 8
+    if options.digits == 2:
+        row += row & ~7
+    return first_block.to(gl.int64) * plan.MMA_ROWS + row
