@@ -23,7 +23,7 @@ from ....params import AttentionParams
 from ...launch import Tiles, launch
 from .combine import latent_combine_kernel
 from .kernel import latent_kernel
-from .plan import MMA_ROWS, make_latent_plan
+from .plan import make_latent_plan
 from .queries import latent_queries_kernel
 
 __all__ = ["latent_decode", "takes"]
@@ -65,14 +65,13 @@ def latent_decode(
         device, pool.shape, pages.spec, heads // pages.num_kv_heads, num_tokens, num_seqs, max_q, params.causal, ragged,
         leftpad is not None,
     )  # fmt: skip
-    codes = torch.empty(plan.blocks * MMA_ROWS, rank, dtype=torch.int8, device=device)
-    rope_dtype = torch.int8 if pages.spec.rope_in_codes else torch.float16
-    q_rope = torch.empty(plan.blocks * MMA_ROWS, rope, dtype=rope_dtype, device=device)
+    codes = torch.empty(plan.q.shape, dtype=torch.int8, device=device)
+    q_rope = torch.empty(plan.q_rope.shape, dtype=plan.rope.dtype, device=device)
     numbers = torch.empty(plan.numbers, dtype=torch.float32, device=device)
     more = torch.empty(num_tokens * heads, 2, dtype=torch.int32, device=device)
     # A prompt's rows have one part each, whose memory is that of the output.
-    dtype = plan.parts_dtype
-    parts = out.view(dtype) if plan.prompt else torch.empty(plan.parts, rank, dtype=dtype, device=device)
+    dtype = torch.float16 if plan.options.digits == 1 else torch.float32
+    parts = out.view(dtype) if plan.options.prompt else torch.empty(plan.parts, rank, dtype=dtype, device=device)
     bounds = bounds if ragged else lengths  # not read without bounds
     args = (
         q, *q.stride()[:2], bounds, mean, factor, codes, q_rope, numbers, plan.parts, num_seqs, max_q, plan.row_tiles,

@@ -191,14 +191,12 @@ class LatentSource:
     def request(self, memory, stage, page, tile):
         """Starts to copy tile `tile` of a sequence, which is in `page`, to a stage that is free."""
         barrier = memory.barriers.index(FULL + stage)
+        NBYTES: gl.constexpr = self.codes.block_type.nbytes + self.scales.block_type.nbytes
         if self.rope is not None:
-            NBYTES: gl.constexpr = (
-                self.codes.block_type.nbytes + self.rope.block_type.nbytes + self.scales.block_type.nbytes
-            )
-            mbarrier.expect(barrier, NBYTES)
+            mbarrier.expect(barrier, NBYTES + self.rope.block_type.nbytes)
             fetch_k(self.rope, page, tile, barrier, memory.rope.index(stage))
         else:
-            mbarrier.expect(barrier, self.codes.block_type.nbytes + self.scales.block_type.nbytes)
+            mbarrier.expect(barrier, NBYTES)
         fetch_k(self.codes, page, tile, barrier, memory.codes.index(stage))
         fetch(self.scales, [page, part_of(tile, TILE) * TILE], barrier, memory.scales.index(stage))
 

@@ -49,7 +49,6 @@ class LatentOptions(ConstexprFields):
     ragged: bool  # the queries' bounds are given
     leftpad: bool  # sequences begin with padding
     softmax_registers: int  # of a thread that computes weights
-    ahead: bool  # the next tile's product runs while weights are computed; slower in steps with one digit
     most_tiles: int  # `MOST_TILES`
     prompt: bool  # a CTA has a row tile of one KV head of a sequence; else a range of pages
     # For `decode.work`: its list has whole pages, without windows and places for beginnings and ends.
@@ -63,14 +62,12 @@ class LatentOptions(ConstexprFields):
 class LatentPlan:
     """The numbers that the host computes from a problem's shape, once."""
 
+    options: LatentOptions
     row_tiles: int
     workers: int  # ranges of a row tile; in prompts one
-    blocks: int  # of `MMA_ROWS` quantized rows: one for each row tile of each sequence
     # Rows of partial results: one for each row of the output, from the range in which its sequence begins; then those
     # of each CTA, of the sequence that began before its range (none in prompts).
     parts: int
-    parts_dtype: torch.dtype
-    prompt: bool
     numbers: int  # FP32: the LSE of parts, their units, the factors of quantized rows, the scores of the mean
     q: View
     q_rope: View
@@ -108,7 +105,6 @@ def make_latent_plan(
         stages=next(n for n in STAGES if n * TILE * (token + SCALE_BYTES) <= room),
         block=32 if num_seqs <= 32 else 128, causal=causal and max_q > 1, ragged=ragged, leftpad=leftpad,
         softmax_registers=SOFTMAX_REGISTERS[digits], most_tiles=MOST_TILES, prompt=prompt,
-        ahead=digits == 2 or prompt,
     )  # fmt: skip
     workers = 1 if prompt else even_workers(sms // row_tiles, places)
     blocks, results = row_tiles * places, num_tokens * heads * group
@@ -120,14 +116,12 @@ def make_latent_plan(
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
     return LatentPlan(
+        options=options,
         row_tiles=row_tiles,
         workers=workers,
-        blocks=blocks,
         parts=parts,
-        parts_dtype=torch.float16 if digits == 1 else torch.float32,
-        prompt=prompt,
         numbers=2 * parts + blocks * rows + results,
-        q=View((blocks * MMA_ROWS, rank), (rank, 1), (MMA_ROWS, rank)),
+        q=View((blocks * MMA_ROWS, rank), (rank, 1), (MMA_ROWS, rank)),  # a block for each row tile of each sequence
         q_rope=View((blocks * MMA_ROWS, rope), (rope, 1), (MMA_ROWS, rope)),
         codes=View((num_pages, PAGE_SIZE, rank), (nbytes, rank, 1), (1, TILE, rank), dtype=torch.int8),
         rope=View(

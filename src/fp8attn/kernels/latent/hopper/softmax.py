@@ -131,7 +131,7 @@ def _multiply(memory, tile, options: gl.constexpr):
 
 
 @gluon.jit
-def _scores(memory, tile, s, s_rope, options: gl.constexpr):
+def _scores(memory, tile, s, s_rope, AHEAD: gl.constexpr, options: gl.constexpr):
     """Scores of a tile `[rows, 64]`, and the tokens' scales. The tile is released."""
     X: gl.constexpr = scores_layout(options.rows)
     scales = scales_of(memory, memory.stage(tile)).load(gl.SliceLayout(0, X))
@@ -148,7 +148,7 @@ def _scores(memory, tile, s, s_rope, options: gl.constexpr):
     y = gl.convert_layout(s.to(gl.float32), X, assert_trivial=True) * scales[None, :]
     if options.rope_in_16_bits:
         y += gl.convert_layout(s_rope, X, assert_trivial=True)
-    if options.ahead:  # ptxas: read later, the accumulators would keep the next product from running
+    if AHEAD:  # ptxas: read later, the accumulators would keep the next product from running
         y = pin(y)
     else:
         fence_async_shared()
@@ -309,7 +309,8 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
 def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
     """The warpgroup that computes weights. `parts`: the number of rows of partial results; `next_part`: the first that
     other ranges have of the sequence which ends after this CTA's range."""
-    AHEAD: gl.constexpr = options.ahead  # the next product runs while weights are computed
+    # The next tile's product runs while weights are computed. Slower in steps with one digit.
+    AHEAD: gl.constexpr = options.digits == 2 or options.prompt
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     row = gl.arange(0, options.rows, ROW)
     gdc_wait()
@@ -335,7 +336,7 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
             for _ in range(tiles - LAST):
                 if not AHEAD:
                     s, s_rope = _multiply(memory, tile, options)
-                y, scales = _scores(memory, tile, s, s_rope, options)
+                y, scales = _scores(memory, tile, s, s_rope, AHEAD, options)
                 if options.causal or not AHEAD:
                     if seen < TILE:
                         y, scales = _hide(memory, piece, y, scales, seen, not AHEAD, options)
@@ -350,7 +351,7 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
                 sums = _weigh(memory, tile, sums, y, scales, factor, aged, options)
                 tile += 1
             if AHEAD:
-                y, scales = _scores(memory, tile, s, s_rope, options)
+                y, scales = _scores(memory, tile, s, s_rope, AHEAD, options)
                 if not options.causal:
                     seen -= (tiles - 1) * TILE
                 y, scales = _hide(memory, piece, y, scales, seen, True, options)
