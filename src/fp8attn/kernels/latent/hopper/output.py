@@ -129,12 +129,8 @@ def _accumulate_two_digits(memory, parts_ptr, options: gl.constexpr):
             meet_and_arrive_at(memory.at(WEIGHTS_EMPTY, (tile - 1) & 1))
         wait_at(memory.at(SUMS_FULL, piece & 1), (piece >> 1) & 1)
         factor = memory.sums.index((piece & 1) * 2).load(gl.SliceLayout(0, HALF))[None, :]
-        for i in gl.static_range(2):
-            if i == 0:
-                a, b = a0, a1
-            else:
-                a, b = a2, a3
-            _store(memory, piece, parts_ptr, i, _joined(a, HALF) * factor, _joined(b, HALF) * factor, options)
+        _store(memory, piece, parts_ptr, 0, _joined(a0, HALF) * factor, _joined(a1, HALF) * factor, options)
+        _store(memory, piece, parts_ptr, 1, _joined(a2, HALF) * factor, _joined(a3, HALF) * factor, options)
         meet_and_arrive_at(memory.at(PIECE_EMPTY, piece & 1))
         piece += 1
         tiles = memory.tiles_of(piece)

@@ -41,7 +41,11 @@ def latent_queries_kernel(q_ptr, stride_t, stride_h, bounds_ptr, mean_ptr, facto
     # Attention may begin now: from here on, it reads tokens, and memory that launches before this one use is free.
     gdc_launch_dependents()
     HEADS: gl.constexpr = OPTIONS.heads
-    place, first_row = _place(row_tiles, OPTIONS)
+    # Unsigned numbers: their divisions are shorter.
+    program = gl.program_id(0).to(gl.uint32)
+    of_place = (row_tiles * (ROWS // N)).to(gl.uint32)
+    place = (program // of_place).to(gl.int32)
+    first_row = (program % of_place * N).to(gl.int32)
     seq = place // HEADS
     kv_head = place % HEADS
     q_ptr += (kv_head * OPTIONS.group).to(gl.int64) * stride_h
@@ -168,15 +172,6 @@ def _together(blocks):
         gl.join(gl.join(blocks[4], blocks[5]), gl.join(blocks[6], blocks[7])),
     )
     return x.permute(0, 1, 5, 4, 3, 2).reshape([x.shape[0], N, BLOCK])
-
-
-@gluon.jit
-def _place(row_tiles, options: gl.constexpr):
-    """The KV head of a sequence that a program has, and its first row in it. Unsigned numbers: their divisions are
-    shorter."""
-    program = gl.program_id(0).to(gl.uint32)
-    of_seq = (row_tiles * (options.rows // N)).to(gl.uint32)
-    return (program // of_seq).to(gl.int32), (program % of_seq * N).to(gl.int32)
 
 
 @gluon.jit
