@@ -131,7 +131,7 @@ def _multiply(memory, tile, options: gl.constexpr):
 
 
 @gluon.jit
-def _scores(memory, tile, s, s_rope, AHEAD: gl.constexpr, options: gl.constexpr):
+def _scores(memory, tile, s, s_rope, options: gl.constexpr):
     """Scores of a tile `[rows, 64]`, and the tokens' scales. The tile is released."""
     X: gl.constexpr = scores_layout(options.rows)
     scales = scales_of(memory, memory.stage(tile)).load(gl.SliceLayout(0, X))
@@ -148,10 +148,7 @@ def _scores(memory, tile, s, s_rope, AHEAD: gl.constexpr, options: gl.constexpr)
     y = gl.convert_layout(s.to(gl.float32), X, assert_trivial=True) * scales[None, :]
     if options.rope_in_16_bits:
         y += gl.convert_layout(s_rope, X, assert_trivial=True)
-    if AHEAD:  # ptxas: read later, the accumulators would keep the next product from running
-        y = pin(y)
-    else:
-        fence_async_shared()
+    y = pin(y)  # ptxas: read later, the accumulators would keep the next product from running
     memory.release_tile(tile)
     return y, scales
 
@@ -309,8 +306,6 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
 def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
     """The warpgroup that computes weights. `parts`: the number of rows of partial results; `next_part`: the first that
     other ranges have of the sequence which ends after this CTA's range."""
-    # The next tile's product runs while weights are computed. Slower in steps with one digit.
-    AHEAD: gl.constexpr = options.digits == 2 or options.prompt
     ROW: gl.constexpr = gl.SliceLayout(1, scores_layout(options.rows))
     row = gl.arange(0, options.rows, ROW)
     gdc_wait()
@@ -327,38 +322,31 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
         if options.leftpad:
             pad = memory.get(piece, PAD)
         if tiles > 0:
-            if AHEAD:
-                s, s_rope = _multiply(memory, tile, options)
-            begin = tile
-            # Behind the last tile there is no product to start: it is behind the loop. (ptxas: with a branch around the
-            # product, it serializes all.)
-            LAST: gl.constexpr = 1 if AHEAD else 0
-            for _ in range(tiles - LAST):
-                if not AHEAD:
-                    s, s_rope = _multiply(memory, tile, options)
-                y, scales = _scores(memory, tile, s, s_rope, AHEAD, options)
-                if options.causal or not AHEAD:
+            s, s_rope = _multiply(memory, tile, options)
+            # The next tile's product runs while weights are computed. Behind the last tile there is none: it is behind
+            # the loop. (ptxas: with a branch around the product, it serializes all.)
+            for i in range(tiles - 1):
+                y, scales = _scores(memory, tile, s, s_rope, options)
+                if options.causal:
                     if seen < TILE:
-                        y, scales = _hide(memory, piece, y, scales, seen, not AHEAD, options)
+                        y, scales = _hide(memory, piece, y, scales, seen, False, options)
                     seen -= TILE
                 if options.leftpad:
                     if pad > 0:
                         y, scales = _hide_padding(y, scales, pad, options)
                     pad -= TILE
-                if AHEAD:
-                    s, s_rope = _multiply(memory, tile + 1, options)
-                aged = ((tile - begin) & (options.most_tiles - 1)) == options.most_tiles - 1
+                s, s_rope = _multiply(memory, tile + 1, options)
+                aged = (i & (options.most_tiles - 1)) == options.most_tiles - 1
                 sums = _weigh(memory, tile, sums, y, scales, factor, aged, options)
                 tile += 1
-            if AHEAD:
-                y, scales = _scores(memory, tile, s, s_rope, AHEAD, options)
-                if not options.causal:
-                    seen -= (tiles - 1) * TILE
-                y, scales = _hide(memory, piece, y, scales, seen, True, options)
-                if options.leftpad:
-                    y, scales = _hide_padding(y, scales, pad, options)
-                sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
-                tile += 1
+            y, scales = _scores(memory, tile, s, s_rope, options)
+            if not options.causal:
+                seen -= (tiles - 1) * TILE
+            y, scales = _hide(memory, piece, y, scales, seen, True, options)
+            if options.leftpad:
+                y, scales = _hide_padding(y, scales, pad, options)
+            sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
+            tile += 1
         _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options)
         meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
         piece += 1
