@@ -306,10 +306,8 @@ class Engines:
 
     def steps(self, batch: int, length: int) -> dict[str, list[float]]:
         """Milliseconds of steps. All engines keep their sequences while the others make steps."""
-        for impl in self.processes:
-            self.ask(impl, "begin", batch, length, (TURNS + 3) * TURN * (1 + self.group.drafts))
+        self.ask_all("begin", batch, length, (TURNS + 3) * TURN * (1 + self.group.drafts))
         times = self.turns(TURNS, "steps", batch, TURN)
         self.profiles = {impl: self.ask(impl, "profile", "steps", batch, TURN, 0) for impl in self.processes}
-        for impl in self.processes:
-            self.ask(impl, "finish")
+        self.ask_all("finish")
         return {impl: [ms for turn in found for ms in turn] for impl, found in times.items()}
