@@ -120,7 +120,7 @@ def specialization(launch: Launch) -> tuple:
     """
     kernel, _, args, constants, _ = launch
     kinds = tuple(_kind(x, param.do_not_specialize) for x, param in zip(args, kernel.params, strict=False))
-    return kernel.fn.__qualname__, tuple(sorted(constants.items(), key=str)), kinds
+    return kernel.fn.__qualname__, frozenset(constants.items()), kinds
 
 
 def _kind(x: Any, plain: bool) -> Any:
