@@ -104,7 +104,7 @@ def cache():
             {"backend": "fa3"},
             "backend 'fa3' takes dense K and V, not pages; choose 'auto', 'hopper'",
         ),
-        (torch.zeros(2, 4, 64), {"backend": "triton"}, "the kernels take bfloat16 and float16, not torch.float32"),
+        (torch.zeros(2, 4, 64), {"backend": "triton"}, r"bfloat16 and float16, not torch.float32 \(cast a model: "),
         (torch.zeros(2, 4, 64, dtype=torch.int32), {}, "must be floating point"),
         (torch.zeros(2, 4, 64, device="meta"), {}, "the cache is on cpu and q is on meta"),
     ],

@@ -52,7 +52,7 @@ class Hopper(Writer):
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"the kernels take bfloat16 and float16, not {dtype}"
+            return f"the kernels take bfloat16 and float16, not {dtype} (cast a model: model.bfloat16())"
         return refusal(spec)
 
     def attention(

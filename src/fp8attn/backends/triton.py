@@ -33,7 +33,7 @@ class Triton(Writer):
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
         if dtype not in (torch.bfloat16, torch.float16):
-            return f"the kernels take bfloat16 and float16, not {dtype}"
+            return f"the kernels take bfloat16 and float16, not {dtype} (cast a model: model.bfloat16())"
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
         return spec.refusal
