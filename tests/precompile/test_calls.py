@@ -19,7 +19,7 @@ def test_no_call_launches_a_kernel_that_is_not_listed(target):
     """
     cases = json.loads(compiling.run("-m", "tests.precompile.run_calls", target))
     for case, found in cases.items():
-        assert found["launches"] > 500, case
+        assert found["launches"] > 250, case  # decodes alone make 299
         assert not found["missing"], (case, found["missing"])
     for case in WITHOUT_DENSE:
         # Kernels that combine parts are listed for every number of parts, and a sample of calls need not have each.
