@@ -210,20 +210,3 @@ def append() -> str:
         "GB/s": lambda here, line: value(here, *line, "gbps", ".0f"),
         "of the ceiling": lambda here, line: number(over(here, *line, "ceiling"), ".0%"),
     })  # fmt: skip
-
-
-@block("triton")
-def triton() -> str:
-    """Two versions of Triton beside each other, on the last device that has them."""
-    title, here = latest("triton")
-    versions = {impl.rpartition("-triton-")[2]: row["ptxas"] for (_, impl), row in here.items()}
-    first, second = sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
-    body = []
-    for case, impl in dict.fromkeys((case, impl.rpartition("-triton-")[0]) for case, impl in here):
-        old, new = (f"{impl}-triton-{version}" for version in (first, second))
-        us = [value(here, case, each, "ms", ".1f", 1e3) for each in (old, new)]
-        body.append(
-            [case, impl.removeprefix("fp8attn").removeprefix("-") or "default", *us, number(over(here, case, new, old))]
-        )
-    heads = [f"us: Triton {version}, ptxas {versions[version]}" for version in (first, second)]
-    return table([title, "queries, keys", *heads, "speed of the second over the first"], body)

@@ -51,7 +51,6 @@ TINY = {
     "latent_step": {"S130": 130},
     "overhead": ("calls", "model"),
     "first_token": first_token.CASES,
-    "triton": import_module("benchmarks.triton").CASES,
     "real_model": {"stdlib-S4096": import_module("benchmarks.real_model").CASES["stdlib-S4096"]},
     "video": ("clip",),
     "wide": ("step",),
@@ -64,7 +63,7 @@ NAMES = {  # implementations of ours
     "sdpa": {*problem.KEYS, "fp8attn-rope"}, "accuracy": {*problem.KEYS, "fp8attn-q8"},
     "append": {*problem.KEYS, "ceiling"}, "accumulation": {"fp8attn"},
     "overhead": {"fp8attn", "torch", "bf16-dynamic", "bf16-static", "fp8attn-dynamic", "fp8attn-static"},
-    "first_token": {"fp8attn", "fp8attn, again"}, "triton": {"fp8attn-triton-3.6.0"}, "real_model": {"bf16"},
+    "first_token": {"fp8attn", "fp8attn, again"}, "real_model": {"bf16"},
     "tests": {"fp8attn"}, "video": {"fp8attn"}, "needle": {"fp8attn"}, "latent_needle": {"fp8attn"},
     "public_models": {"fp8attn"}, "wide": {"fp8attn"}, "latent": {"fp8attn"},
     "latent_step": {"dynamic-cache", "fp8attn"},
@@ -102,12 +101,6 @@ def on_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(
         first_token, "measure", lambda case: iter([{"case": case, "impl": impl} for impl in NAMES["first_token"]])
     )
-    monkeypatch.setattr(
-        import_module("benchmarks.triton"),
-        "measure",
-        lambda case: iter([{"case": case, "impl": "fp8attn-triton-3.6.0"}]),
-    )
-    monkeypatch.setattr(import_module("benchmarks.triton"), "start", lambda cases: None)
     for name in ("video", "wide", "needle", "latent_needle", "public_models"):
         monkeypatch.setattr(
             import_module(f"benchmarks.{name}"), "measure", lambda case: iter([{"case": case, "impl": "fp8attn"}])
