@@ -1,9 +1,8 @@
 """Seconds from a cache to a prompt's first token, and of `warmup`, in a new process with an empty Triton cache.
 
 A model of Llama-3.1-8B's shape with random weights and 4 layers gets a prompt, and decodes one more token. Each run is
-a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second
-process, which finds them on disk. Time begins when the model is on the GPU and has run without a cache. `warmup`
-compiles all kernels of Llama-3.1-8B's shape.
+a process. `fp8attn` compiles its kernels side by side. `fp8attn, again` is a second process, which finds them on disk.
+Time begins when the model is on the GPU and has run without a cache. `warmup` compiles all kernels of the shape.
 """
 
 from __future__ import annotations

@@ -68,11 +68,8 @@ SET = (
     Part("latent_needle", 230, False), Part("real_model", 150, False), Part("accuracy", 30, False),
     Part("accumulation", 30, False),
 )  # fmt: skip
-WANTED = {
-    "prefill": peers.PREFILL,
-    "latent": tuple(latent.BYTES),
-    "wide": wide.PEERS,
-}  # by part, implementations of peers
+# By part, implementations of peers.
+WANTED = {"prefill": peers.PREFILL, "latent": tuple(latent.BYTES), "wide": wide.PEERS}
 
 
 def cases_of(part: Part) -> list[str]:

@@ -39,6 +39,7 @@ ERRORS = (
     ("video", "fp8attn-call", "noise", "video, values of mean 0, beside exact attention over the inputs"),
     ("video", "fp8attn-call", "noise_mean1", "video, values of mean 1, beside exact attention over the inputs"),
 )
+TIMED = tuple(dict.fromkeys(name for name, *_ in COMPARED))
 LEAST = 1.1  # a peer whose error is not so many times smaller is as exact
 CEILINGS = ("stream-ceiling",)
 
@@ -88,7 +89,7 @@ def ratios_of(name: str, ours: str, key: str) -> dict[str, dict[str, float]]:
     }
 
 
-@block("prefill", "decode", "latent", "engine", "sdpa", "video", "vllm")
+@block(*TIMED)
 def behind() -> str:
     """The smallest and the largest ratio of speeds for each peer, and in how many cases it is ahead."""
     body = [
@@ -100,7 +101,7 @@ def behind() -> str:
     return table([latest("prefill")[0], "beside", "speed over it", "cases in which it is ahead"], body)
 
 
-@block("prefill", "decode", "latent", "engine", "sdpa", "video", "vllm")
+@block(*TIMED)
 def ahead() -> str:
     """Every case in which a peer is ahead, with the speed over it; the worst case of a file first."""
     body = []
@@ -114,7 +115,7 @@ def ahead() -> str:
     return table([latest("prefill")[0], "case", "speed over those that are ahead"], body)
 
 
-@block("prefill", "decode", "latent", "video")
+@block(*dict.fromkeys(name for name, *_ in ERRORS))
 def more_exact() -> str:
     """The peers that are more exact in some case, with the errors of both."""
     body = []
