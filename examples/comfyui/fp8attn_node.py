@@ -158,7 +158,10 @@ class FP8Attention:
     CATEGORY = "model_patches"
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
-    DESCRIPTION = "Runs attention in 8 bits: faster on H100 and H200 from about 4,608 tokens on (videos, large images)."
+    DESCRIPTION = (
+        f"Runs attention in 8 bits: faster on H100 and H200 from about {AttentionPolicy.min_length:,} tokens on "
+        "(videos, large images)."
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, tuple]]:  # ComfyUI's name

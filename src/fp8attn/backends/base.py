@@ -75,6 +75,13 @@ class Writer:
         self.from_dense = from_dense
 
 
+def refused_dtype(dtype: torch.dtype) -> str | None:
+    """Why kernels of GPUs cannot take inputs of `dtype`; None if they can."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return None
+    return f"the kernels take bfloat16 and float16, not {dtype} (cast a model: model.bfloat16())"
+
+
 def empty_rows(q: torch.Tensor, pages: KVPages, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and LSE of rows that see no key."""
     out = q.new_zeros((*q.shape[:-1], pages.spec.v_dim)) if out is None else out.zero_()

@@ -15,7 +15,7 @@ from ..kernels.machine import no_hopper_reason
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
 from . import triton
-from .base import Writer, attend_tokens, empty_rows
+from .base import Writer, attend_tokens, empty_rows, refused_dtype
 
 MOST_CHANNELS = 256  # K and V of a page with more do not fit into shared memory twice
 
@@ -51,8 +51,8 @@ class Hopper(Writer):
             return reason
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"the kernels take bfloat16 and float16, not {dtype} (cast a model: model.bfloat16())"
+        if (reason := refused_dtype(dtype)) is not None:
+            return reason
         return refusal(spec)
 
     def attention(

@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..formats.spec import PageSpec
 from ..pages import KVPages
 from ..params import AttentionParams, BackendName
-from .base import Writer, attend_tokens
+from .base import Writer, attend_tokens, refused_dtype
 
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -32,8 +32,8 @@ class Triton(Writer):
     def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"the kernels take bfloat16 and float16, not {dtype} (cast a model: model.bfloat16())"
+        if (reason := refused_dtype(dtype)) is not None:
+            return reason
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
         return spec.refusal

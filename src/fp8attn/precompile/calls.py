@@ -44,7 +44,7 @@ class Layer:
             calls are causal and without padding, and have the bounds of sequences, but for one token of each and for
             prompts of one length that is above `LONG`.
         attention: what its attention has (`params.options_of`).
-        longest: new tokens of a sequence that attends. vLLM expands the latents of longer ones.
+        longest: the most new tokens of a sequence for which attention is called. vLLM expands latents for longer ones.
     """
 
     num_q_heads: int

@@ -27,7 +27,7 @@ def warm_up(layers: Iterable[EngineLayer], dtype: torch.dtype, device: torch.dev
     """Compile and load the kernels of these layers side by side, for all that they have in common.
 
     Args:
-        longest: new tokens of a sequence that attends in these layers, if it is not any number.
+        longest: the most new tokens of a sequence for which these layers call attention.
     """
     import triton  # an engine for CPUs may lack it
 
