@@ -87,6 +87,8 @@ EMULATED = {
     "many": {"lengths": [64, 1, 0, 0, 130, 0, 66, 3], "heads": 8, "sms": 1, "late": (0, 1)},
     "one digit, many": {"lengths": [1, 0, 0, 70, 64, 0], "heads": 33, "sms": 1, "late": (8, 12)},
     "two tiles": {"lengths": [121, 121]},
+    "pieces": {"lengths": [300, 200, 450], "sms": 1, "late": (0, 1, 12)},
+    "one digit, pieces": {"lengths": [300, 200, 450], "heads": 33, "sms": 1, "late": (8, 9)},
     "zeros": {"lengths": [300], "heads": 8, "zeros": (0, 150)},
     "one digit, zeros": {"lengths": [400], "heads": 33, "zeros": (64, 330), "sms": 1},
     "one digit, broken": {"lengths": [40, 65], "heads": 33, "queries": 2, "broken": True, "sms": 1},

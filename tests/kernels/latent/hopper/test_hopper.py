@@ -43,6 +43,7 @@ ERRORS = {
     "one digit, broken": (0.015, 0.02, 0.08),
     "one digit, zeros": (0.015, 0.02, 0.08),
     "one digit, many": (0.015, 0.02, 0.08),
+    "one digit, pieces": (0.015, 0.02, 0.08),
     "one digit, RoPE in codes": (0.015, 0.02, 0.08),
     "one digit, padding": (0.015, 0.02, 0.08),
     "prompt": (0.015, 0.02, 0.08),
@@ -60,6 +61,7 @@ EMULATED = (
     "units that grow", "one digit", "one digit, mean 1", "one digit, drafts", "one digit, rank 256",
     "prompt", "prompt, ragged", "prompt, padding", "prompt, not causal", "one digit, many rows in ranges",
     "one digit, broken", "zeros", "one digit, zeros", "many", "one digit, many",
+    "pieces", "one digit, pieces",
 )  # fmt: skip
 # Also with Triton 3.6. Its rounding of two digits stores single bytes of a word from two warps, and the emulator knows
 # only the order of words.

@@ -27,6 +27,9 @@ from . import plan
 TILE = gl.constexpr(plan.TILE)
 MMA_ROWS = gl.constexpr(plan.MMA_ROWS)
 PRODUCER_REGISTERS = gl.constexpr(24)
+# Tiles of a piece that are requested before its queries. With more, the queries would wait until products of the piece
+# before are added. (The first piece waits for its queries' kernel: as many as there is memory for.)
+BEFORE_QUERIES = gl.constexpr(2)
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Of a number for each of 64 rows: a thread of a product loads its 16 numbers by four in a row.
 CHANGE = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32]], alignment=16))
@@ -121,7 +124,7 @@ class LatentMemory:
 
     @gluon.jit
     def wait_slot(self, piece):
-        """Wait until the piece two before is done. (Its queries were, before those of the piece after it came.)"""
+        """Wait until the piece two before is done."""
         mbarrier.wait(self.barriers.index(PIECE_EMPTY + (piece & 1)), ((piece >> 1) & 1) ^ 1)
 
     @gluon.jit
@@ -245,8 +248,9 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
             if options.leftpad:
                 memory.put(piece, PAD, seq.pad - page0 * PAGE)
             sync()
+            before = gl.where(piece == 0, memory.STAGES, BEFORE_QUERIES)
             for t in range(tiles):
-                if t == memory.STAGES:
+                if t == before:
                     source.request_queries(memory, piece, block)
                 in_seq = page0 * (PAGE // TILE) + t
                 page = gl.load(source.table + index * source.table_stride + column_of(in_seq, TILE))
@@ -255,7 +259,7 @@ def produce(memory, source, batch, work, part, row_tile, row_tiles, options: gl.
                 mbarrier.wait(empty, (memory.round(tile) & 1) ^ 1)
                 source.request(memory, stage, page * HEADS + head, in_seq)
                 tile += 1
-            if tiles <= memory.STAGES:
+            if tiles <= before:
                 source.request_queries(memory, piece, block)
             piece += 1
         begin += seq.places

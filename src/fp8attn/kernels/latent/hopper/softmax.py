@@ -281,6 +281,11 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
     LARGEST: gl.constexpr = _largest_weight(options.digits)
     factor = gl.where(sums.total == 0.0, 0.0, sums.scale / (LARGEST * sums.total))  # a NaN stays
     slot = piece & 1
+    # All numbers of the piece are read before the warps that accumulate can end it.
+    row = gl.arange(0, options.rows, sums.total.type.layout)
+    inside = row < memory.get(piece, ROWS)
+    part = memory.get(piece, PART) + memory.parts_of(piece, row, options)
+    more = memory.get(piece, MORE)
     if options.digits == 2:
         memory.sums.index(slot * 2).store(factor)
     else:
@@ -289,14 +294,10 @@ def _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options: gl
         memory.sums.index(slot * 2).store(factor * 2.0**23)
         memory.sums.index(slot * 2 + 1).store(sums.codes * factor * 128.0)
     meet_and_arrive_at(memory.at(SUMS_FULL, slot))
-    row = gl.arange(0, options.rows, sums.total.type.layout)
-    inside = row < memory.get(piece, ROWS)
-    part = memory.get(piece, PART) + memory.parts_of(piece, row, options)
     lse = gl.where(sums.total == 0.0, HIDDEN_FINITE, sums.unit + gl.log2(sums.total))
     gl.store(lse_ptr + part, lse, mask=inside)
     if options.digits == 1:
         gl.store(lse_ptr + parts + part, sums.largest + lse * 0.0, mask=inside)
-    more = memory.get(piece, MORE)
     if more >= 0:
         gl.store(more_ptr + 2 * part, next_part + row, mask=inside)
         gl.store(more_ptr + 2 * part + 1, more + row * 0, mask=inside)
@@ -340,6 +341,7 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
                 sums = _weigh(memory, tile, sums, y, scales, factor, aged, options)
                 tile += 1
             y, scales = _scores(memory, tile, s, s_rope, options)
+            meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
             if not options.causal:
                 seen -= (tiles - 1) * TILE
             y, scales = _hide(memory, piece, y, scales, seen, True, options)
@@ -347,7 +349,8 @@ def weigh(memory, lse_ptr, parts, more_ptr, next_part, options: gl.constexpr):
                 y, scales = _hide_padding(y, scales, pad, options)
             sums = _weigh(memory, tile, sums, y, scales, factor, tile < 0, options)
             tile += 1
+        else:
+            meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
         _store(memory, piece, sums, lse_ptr, parts, more_ptr, next_part, options)
-        meet_and_arrive_at(memory.at(QUERIES_EMPTY, 0))
         piece += 1
         tiles = memory.tiles_of(piece)
