@@ -172,11 +172,11 @@ def serve(request: str, *arguments: Any) -> Any:
 
 def versions() -> tuple[str, str]:
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas_version
 
-    from fp8attn.kernels.compile import HOPPER, ptxas_version
     from fp8attn.kernels.operands import ptxas_release
 
-    return triton.__version__, ".".join(map(str, ptxas_release(ptxas_version(HOPPER))))
+    return triton.__version__, ".".join(map(str, ptxas_release(get_ptxas_version(90))))
 
 
 def _prepare(name: str, case: str, impls: tuple[str, ...] = ()) -> Outputs:

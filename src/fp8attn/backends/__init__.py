@@ -17,7 +17,6 @@ Each backend has a file of its name (`hopper.py`, `triton.py`, `reference.py`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -113,15 +112,12 @@ def load(name: BackendName) -> Backend:
     return _CLASSES[name]()
 
 
-def _find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec_name: str) -> Backend:
-    """The backend for a call, with `"auto"` resolved. A spec is passed by its name, which a format has at hand.
+@cache
+def find(backend: BackendName, device: torch.device, dtype: torch.dtype, spec_name: str) -> Backend:
+    """The backend for a call, with `"auto"` resolved: the same for the life of the process. A spec is passed by its
+    name, which a format has at hand.
 
     Raises:
         UsageError: as `select_backend`.
     """
     return load(select_backend(backend, device, dtype, spec_of(spec_name)))
-
-
-# The result is the same for the life of the process. It has a type, because what `cache` returns takes any arguments
-# for mypy.
-find: Callable[[BackendName, torch.device, torch.dtype, str], Backend] = cache(_find)

@@ -23,6 +23,7 @@ from ..errors import UsageError
 from ..formats import rotation
 from ..formats.codec import E4M3, finite_amax
 from ..kernels.machine import no_hopper_reason
+from .base import refused_dtype
 
 INSTALL = "pip install fa3-fwd, or build flash_attn_interface from flash-attention/hopper, or install vllm"
 
@@ -121,10 +122,9 @@ def default() -> Build:
 
 def unsupported_reason(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why no FlashAttention-3 can serve `dtype` inputs on `device`; None if one can."""
-    if (reason := no_hopper_reason(torch.device(device), "FlashAttention-3 is")) is not None:
+    reason = no_hopper_reason(torch.device(device), "FlashAttention-3 is") or refused_dtype(dtype)
+    if reason is not None:
         return reason
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"inputs must be bfloat16 or float16, not {dtype}"
     try:
         default()
     except LookupError as problem:

@@ -51,9 +51,7 @@ class Hopper(Writer):
             return reason
         if not _has_gluon():
             return "Triton is not installed, or is older than 3.6 and has no Gluon for Hopper (pip install -U triton)"
-        if (reason := refused_dtype(dtype)) is not None:
-            return reason
-        return refusal(spec)
+        return refused_dtype(dtype) or refusal(spec)
 
     def attention(
         self,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from .._torch_ops import register, unobserved
 from ..backends import Backend, find, unsupported_reason
+from ..backends.base import refused_dtype
 from ..checks import check_flags, check_is_tensor, check_number
 from ..derivatives import derivative_reason
 from ..formats.codec import DEFAULT_KEY_DTYPE, KeyDtype, codec_of
@@ -99,10 +100,8 @@ def _refusal(
         return "the scale is not positive"
     if device.type == "cpu":
         return None if dtype in DTYPES else f"on a CPU FP8 attention takes bfloat16, float16 and float32, not {dtype}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels take bfloat16 and float16, not {dtype}"
     # Dynamo cannot query the machine. The op does so when it runs, and raises an error if no backend can run.
-    return None if torch.compiler.is_compiling() else unsupported_reason("triton", device, dtype)
+    return refused_dtype(dtype) if torch.compiler.is_compiling() else unsupported_reason("triton", device, dtype)
 
 
 def _checked(

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ..formats.page_layout import K_SCALE, PAGE_SIZE, V_GROUP, V_SCALE
 
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))  # of Triton
 PAGE = tl.constexpr(PAGE_SIZE)
 GROUP = tl.constexpr(V_GROUP)
 K_SCALE_WORD = tl.constexpr(K_SCALE // 4)  # of the header, in words of four bytes

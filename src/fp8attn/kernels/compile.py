@@ -21,7 +21,6 @@ import torch
 from triton import JITFunction
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas_version
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -89,13 +88,6 @@ def compiled(
     values = arguments(args, lambda count: torch.empty(count, dtype=torch.int32, device="meta"))
     with nullcontext() if target is None else compiling_for(target), direct_operands(operands):
         return kernel.warmup(*values, grid=(1,), **constants)
-
-
-def ptxas_version(target: GPUTarget) -> str:
-    """What ptxas says of its version; empty for other vendors. Triton asks once in a process, and a kernel's key has
-    the answer.
-    """
-    return get_ptxas_version(target.arch) if target.backend == "cuda" else ""
 
 
 def build_launcher(program: CompiledKernel) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import get_type_hints
 
 import torch
-import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language._core import builtin
@@ -33,6 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import ConstexprFunction
 
 from ..formats.codec import FP8
+from .common import RELEASE
 from .view import View
 
 __all__ = [
@@ -62,9 +62,8 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
-_RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # Whether `arrive` has a barrier before it, which `sync()` would only repeat.
-ARRIVE_MEETS = gl.constexpr(_RELEASE >= (3, 8))
+ARRIVE_MEETS = gl.constexpr(RELEASE >= (3, 8))
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # fetch(descriptor, at, barrier, memory): start a TMA copy of the block at coordinates `at`; `barrier` counts its bytes.
@@ -150,7 +149,7 @@ def warpgroup_mma_wait(num_outstanding=0, deps=None, _semantic=None):
     has no argument for that yet.
     """
     values = _wait_for_products(num_outstanding, deps, _semantic=_semantic)
-    if _RELEASE >= (3, 9):
+    if RELEASE >= (3, 9):
         first = values if len(deps) == 1 else values[0]
         first.handle.set_attr("warpGroupLocal", _semantic.builder.get_unit_attr())
     return values

@@ -35,8 +35,9 @@ from contextlib import contextmanager
 from threading import Lock, local
 from typing import Any, Literal, NamedTuple
 
-import triton
 from triton import knobs
+
+from .common import RELEASE
 
 # The products that read their operands directly; `sums`: those with eight columns. `unsigned`: none does, and those
 # with a left operand in registers multiply unsigned bytes.
@@ -55,7 +56,7 @@ class Unsafe(ValueError):
 
 def copies_operands() -> bool:
     """Whether this Triton may copy the operands."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+    return RELEASE >= (3, 7)
 
 
 def ptxas_release(said: str) -> tuple[int, ...]:

@@ -17,19 +17,19 @@ COPIES = (3, 9)  # the first Triton whose copies of wgmma's operands cost time
 def compiler() -> tuple[str, str]:
     """A status of `doctor.Check`, and what it says of the compiler. Triton must be installed."""
     import triton
+    from triton.backends.nvidia.compiler import get_ptxas_version
 
-    from fp8attn.kernels.compile import HOPPER, ptxas_version
+    from fp8attn.kernels.common import RELEASE
     from fp8attn.kernels.operands import ptxas_release
 
     try:
-        ptxas = ptxas_release(ptxas_version(HOPPER))
+        ptxas = ptxas_release(get_ptxas_version(90))
     except (OSError, RuntimeError) as problem:
         return (
             "no",
             f"Triton {triton.__version__} finds no ptxas, so kernels for NVIDIA GPUs cannot be compiled: {problem}",
         )
-    release = tuple(map(int, triton.__version__.split(".")[:2]))
-    return judge(release, ptxas, kept_copies())
+    return judge(RELEASE, ptxas, kept_copies())
 
 
 def judge(release: tuple[int, ...], ptxas: tuple[int, ...], kept: dict[str, int]) -> tuple[str, str]:
