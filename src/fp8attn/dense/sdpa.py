@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -205,16 +206,15 @@ def scaled_dot_product_attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return attend_in_fp8(query, key, value, is_causal, scale, key_dtype, rotate_keys, backend)
+    options = None, None, is_causal, scale, key_dtype, rotate_keys, backend
+    return in_batches(run_dense, query, key, value, *options)
 
 
-def attend_in_fp8(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    key_dtype: KeyDtype, rotate_keys: bool, backend: DenseBackendName,
-) -> torch.Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in the dtypes of `autocast`."""
-    q, k, v = batched(query), batched(key), batched(value)
-    out = _run(q, k, v, None, None, is_causal, scale, key_dtype, rotate_keys, backend)
+def in_batches(
+    run: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
+) -> torch.Tensor:
+    """`run` of query, key and value as `[B, H, S, D]`. The result has the other dimensions of query."""
+    out = run(batched(query), batched(key), batched(value), *options)
     return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -270,10 +270,10 @@ def rope_scaled_dot_product_attention(
         raise ValueError("give rope_cos and rope_sin together; scaled_dot_product_attention needs none")
     q, k, v = batched(query), batched(key), batched(value)
     q_rope, k_rope = dense_rope(q, rope), dense_rope(k, key_rope or rope)
-    return _run(q, k, v, q_rope, k_rope, is_causal, scale, key_dtype, rotate_keys, backend)
+    return run_dense(q, k, v, q_rope, k_rope, is_causal, scale, key_dtype, rotate_keys, backend)
 
 
-def _run(
+def run_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_rope: Rope | None, k_rope: Rope | None, *options: Any
 ) -> torch.Tensor:
     """`attend_dense`, as one torch op while it is traced. So a graph contains no pages, whose number torch.export would

@@ -30,7 +30,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch_ops import register
-from ..dense.sdpa import attend_dense, attend_in_fp8, autocast, batched, fallback_reason, log_fallback, sdpa_fake
+from ..dense.sdpa import attend_dense, autocast, fallback_reason, in_batches, log_fallback, run_dense, sdpa_fake
 from ..errors import UsageError
 from .policy import AttentionPolicy
 from .report import AttentionReport, ModuleCalls
@@ -159,14 +159,16 @@ class _Mode(TorchFunctionMode):
                 return torch.ops.aten.scaled_dot_product_attention(
                     query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )
-            return _attend_in_graph(query, key, value, is_causal, scale, self.policy, self.level)
-        self.row(reason).count(query, key)
-        if reason is not None:
-            log_fallback(reason, query, key, value)
-            return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        policy = self.policy
+        else:
+            self.row(reason).count(query, key)
+            if reason is not None:
+                log_fallback(reason, query, key, value)
+                return SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        options = is_causal, scale, self.policy.key_dtype, self.policy.rotate_keys, self.policy.backend
         query, key, value = autocast(query, key, value)
-        return attend_in_fp8(query, key, value, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend)
+        if torch.compiler.is_compiling():  # a torch op of its own, so that the report counts its runs
+            return in_batches(torch.ops.fp8attn.sdpa_of_context, query, key, value, *options, self.level)
+        return in_batches(run_dense, query, key, value, None, None, *options)
 
     def row(self, reason: str | None) -> ModuleCalls:
         """The report's row of a call that is made now. In a graph, the module is the innermost that is not in it."""
@@ -232,20 +234,6 @@ def _compiled(level: int, reason: str | None) -> None:
 
 # As torch.compiler.assume_constant_result does, without importing all of Dynamo.
 vars(_compiled)["_dynamo_marked_constant"] = True
-
-
-def _attend_in_graph(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None,
-    policy: AttentionPolicy, level: int,
-) -> torch.Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` of a call that has no `fallback_reason`, in code that is traced inside the context
-    of this level: a torch op of its own, so that the context's report counts its runs.
-    """
-    q, k, v = (batched(x) for x in autocast(query, key, value))
-    out = torch.ops.fp8attn.sdpa_of_context(
-        q, k, v, is_causal, scale, policy.key_dtype, policy.rotate_keys, policy.backend, level
-    )
-    return out if query.dim() == 4 else out.view(*query.shape[:-1], value.shape[-1])
 
 
 def _sdpa_of_context(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any) -> torch.Tensor:
