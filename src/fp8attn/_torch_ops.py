@@ -73,17 +73,13 @@ def flatten_format(format: KVFormat) -> tuple[Any, ...]:
     return format.name, format.rotate, *format.tensors
 
 
-def _format(spec: str, rotate: bool, *tensors: torch.Tensor | None) -> KVFormat:
-    return KVFormat(spec, rotate, *tensors)
-
-
 def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
     """Pages as arguments of a torch op."""
     return (pages.pool, pages.page_table, pages.cache_seqlens, *flatten_format(pages.format))
 
 
 def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, *format: Any) -> KVPages:
-    return KVPages.trusted(pool, page_table, cache_seqlens, _format(*format))
+    return KVPages.trusted(pool, page_table, cache_seqlens, KVFormat(*format))
 
 
 def _schema(kind: type[Append | AttentionParams]) -> str:
@@ -133,7 +129,7 @@ register(
 
 def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *arguments, backend = args
-    format = _format(*arguments)
+    format = KVFormat(*arguments)
     pages = find(backend, k.device, k.dtype, format.name).from_dense(k, v, format)
     return pages.pool, pages.page_table, pages.cache_seqlens
 
@@ -141,7 +137,7 @@ def _from_dense(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Ten
 def _from_dense_fake(k: torch.Tensor, v: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = k.shape
     columns = -(-length // PAGE_SIZE)
-    pool = k.new_empty((batch * columns, heads, _format(*args[:-1]).layout.nbytes), dtype=torch.uint8)
+    pool = k.new_empty((batch * columns, heads, KVFormat(*args[:-1]).layout.nbytes), dtype=torch.uint8)
     return pool, k.new_empty((batch, columns), dtype=torch.int32), k.new_empty(batch, dtype=torch.int32)
 
 

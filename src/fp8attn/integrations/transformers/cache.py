@@ -377,9 +377,7 @@ class FP8Cache(Cache):
         for layer in self._movable.values():
             getattr(layer, method)(argument)
 
-    def __copy__(self) -> FP8Cache:
-        """Raise TypeError, as `PagedKVCache` does: a shallow copy would append to the pages of this cache."""
-        raise TypeError("a shallow copy of a cache would share its pages and append to them: use copy.deepcopy(cache)")
+    __copy__ = PagedKVCache.__copy__  # raises TypeError
 
     def reset(self) -> None:
         """Drop all tokens of all layers. The growing form also frees its pages."""
