@@ -160,24 +160,18 @@ def _attend_pages(
         (query,) = autocast(query)
     batch, heads, length, _ = query.shape
     q, pages = tokens_of(query), pages_of(key)
-    if torch.compiler.is_compiling():
-        out = ops.attention(
-            q, pages, causal=causal, softmax_scale=scaling, window=window, softcap=softcap, sinks=sinks,
-            leftpad_k=start, exact=reading.exact, batch_invariant=reading.batch_invariant, backend=reading.backend,
-        )  # fmt: skip
-    else:
-        if batch != pages.num_seqs:
-            raise ValueError(
-                f"{_in_fp8(module)} with {pages.num_seqs} sequences in its cache, and this call has queries of {batch}"
-            )
-        ops.check_queries(q, pages)
-        if sinks is not None:
-            check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
-        params = AttentionParams(
-            None, length, causal, scaling, window or 0, softcap or 0.0, sinks,
-            start, False, reading.exact, reading.batch_invariant,
-        )  # fmt: skip
-        out, _ = ops.run_attention(resolve(reading.backend, q, pages.format.name), q, pages, params)
+    if batch != pages.num_seqs:
+        raise ValueError(
+            f"{_in_fp8(module)} with {pages.num_seqs} sequences in its cache, and this call has queries of {batch}"
+        )
+    ops.check_queries(q, pages)
+    if sinks is not None:
+        check_tensor(sinks, "sinks, one logit per query head,", (heads,), None, q.device)
+    params = AttentionParams(
+        None, length, causal, scaling, window or 0, softcap or 0.0, sinks,
+        start, False, reading.exact, reading.batch_invariant,
+    )  # fmt: skip
+    out, _ = ops.run_attention(resolve(reading.backend, q, pages.format.name), q, pages, params)
     return out.view(batch, length, heads, -1)
 
 
