@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,46 +53,32 @@ def static_state(options: Options, model: ServedModel, number: int | None, heads
     Raises:
         UsageError: the file is missing or damaged, or of another model, key_dtype or rotation.
     """
+    if number is None:
+        return StaticState()
+    layer: Any  # with means; a layer with a window has no calibrated ones
     if options.scales is not None:
-        return _calibrated(options, options.scales, model, number, heads, head_dim)
-    from .biases import means_of  # it needs transformers
+        scales = _load(options.scales)
+        scales.check(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=head_dim,
+            key_dtype=options.key_dtype,
+            rotate_keys=True,
+        )
+        layer = scales.layers.get(number)
+    else:
+        from .biases import means_of  # it needs transformers
 
-    biases = None if number is None else means_of(model.name, model.revision, model.context).get(number)
-    if biases is None:
+        layer = means_of(model.name, model.revision, model.context).get(number)
+    means = (None, None) if layer is None else (layer.k_mean, layer.v_mean)
+    if not (given := [mean for mean in means if mean is not None]):
         return StaticState()
-    k_mean, v_mean = biases.k_mean, biases.v_mean
-    return _both(
-        None if k_mean is None else rotate(k_mean[heads]), None if v_mean is None else v_mean[heads].contiguous()
-    )
-
-
-def _both(stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> StaticState:
-    """The state with both means, one of which may be zeros, or none: `warmup` compiles no kernels of one mean."""
-    if stored_k_mean is None and v_mean is not None:
-        stored_k_mean = torch.zeros_like(v_mean)
-    if v_mean is None and stored_k_mean is not None:
-        v_mean = torch.zeros_like(stored_k_mean)
-    return StaticState(stored_k_mean, v_mean)
-
-
-def _calibrated(
-    options: Options, file: str, model: ServedModel, number: int | None, heads: slice, head_dim: int
-) -> StaticState:
-    scales = _load(file)
-    scales.check(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=head_dim,
-        key_dtype=options.key_dtype,
-        rotate_keys=True,
-    )
-    if number is None or number not in scales:  # layers with a window have none
-        return StaticState()
-    layer = scales.layer(number)
-    stored_k_mean, v_mean = rotate(layer.k_mean[heads]), layer.v_mean[heads].contiguous()
-    if options.static_scales:  # kernels of static scales have both means (`warmup`)
-        return StaticState(stored_k_mean, v_mean, layer.page_scales[heads])
-    return _both(stored_k_mean if stored_k_mean.any() else None, v_mean if v_mean.any() else None)
+    # Both, one of which may be zeros, or none: `warmup` compiles no kernels of one mean, nor static scales without.
+    k_mean, v_mean = (torch.zeros_like(given[0]) if mean is None else mean for mean in means)
+    state = StaticState(rotate(k_mean[heads]), v_mean[heads].contiguous())
+    if options.scales is not None and options.static_scales:
+        return state._replace(page_scales=layer.page_scales[heads])
+    return state if any(mean.any() for mean in given) else StaticState()
 
 
 @lru_cache(maxsize=1)
