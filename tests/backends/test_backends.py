@@ -42,9 +42,8 @@ def test_backends_say_why_not(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "named"),
     [
-        (PageSpec(576, 512, INT8, v_in_k=True, scales="token"), "k576.int8-v512.e4m3-v_in_k-token_scales"),
+        (PageSpec(576, 448, INT8, v_in_k=True), "k576.int8-v448.int8-v_in_k-token_scales"),
         (PageSpec(128, 64, INT8), "k128.int8-v64.e4m3"),
-        (PageSpec(64, 64, INT8, tokens=64), "k64.int8-v64.e4m3-64_tokens"),
     ],
 )
 def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monkeypatch):
@@ -60,7 +59,7 @@ def test_every_backend_refuses_pages_that_do_not_exist_by_name(spec, named, monk
     ):
         assert f"there are no pages {named}: K and V must" in backend.supports(spec, torch.bfloat16, device)
         with pytest.raises(
-            ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*tokens$"
+            ValueError, match=f"backend '{backend.name}' cannot run here: there are no pages {named}: .*latent.$"
         ):
             select_backend(backend.name, device, torch.bfloat16, spec)
         assert backend.supports(PageSpec.of(64), torch.bfloat16, device) is None

@@ -32,7 +32,7 @@ def test_pages_that_exist_have_names_and_layouts():
 
 def test_pages_of_latents():
     """Each part begins at a multiple of 128 bytes, and a token of DeepSeek's 512 + 64 channels has 644 bytes."""
-    assert PageSpec(576, 512, INT8, INT8, v_in_k=True, scales="token") == LATENT
+    assert PageSpec(576, 512, INT8, v_in_k=True) == LATENT
     assert LATENT.name == "k576.int8-v512.int8-v_in_k-token_scales" and LATENT.layout.token_bytes == 644
     assert LATENT.widths == (512, 64)
     for rank in RANKS:
@@ -41,7 +41,7 @@ def test_pages_of_latents():
             layout = spec.layout
             offsets = layout.k_offset, layout.v_offset, layout.header_offset, layout.nbytes
             assert offsets == (0, 128 * rank, 128 * (rank + 2 * rope), 128 * (rank + 2 * rope + 4))
-            assert (layout.k_bytes, layout.v_bytes) == (128 * rank, 256 * rope)
+            assert layout.v_bytes == 256 * rope
     with pytest.raises(UsageError, match=r"pages k576\.int8.* have no key_dtype='e4m3': leave it out"):
         PagedKVCache(1, LATENT, key_dtype="e4m3")
 
@@ -63,18 +63,9 @@ def test_specs_are_keys():
         == {spec: 1}[copy.deepcopy(spec)]
         == 1
     )
-    changes = {
-        "k_dim": 80,
-        "v_dim": 80,
-        "k": E4M3,
-        "v": INT8,
-        "v_in_k": True,
-        "scales": "token",
-        "tokens": 64,
-        "spare": 8,
-    }
-    assert len({spec, *(replace(spec, **{name: value}) for name, value in changes.items())}) == 9
-    assert len({replace(spec, **{name: value}).name for name, value in changes.items()}) == 8
+    changes = {"k_dim": 80, "v_dim": 80, "k": E4M3, "v_in_k": True, "rope_in_codes": True, "spare": 8}
+    assert len({spec, *(replace(spec, **{name: value}) for name, value in changes.items())}) == 7
+    assert len({replace(spec, **{name: value}).name for name, value in changes.items()}) == 6
 
 
 REFUSAL = r"there are no pages|head_dim must be one of \(64, 80, 96, 128, 192, 256, 512\); got"

@@ -41,7 +41,7 @@ class PageLayout:
     that a kernel's key in Triton's cache covers them.
 
     Attributes:
-        k_offset, k_bytes: K, `[128, k_dim]` codes. Of latents: their codes `[128, v_dim]`.
+        k_offset: K, `[128, k_dim]` codes, up to V. Of latents: their codes `[128, v_dim]`.
         v_offset, v_bytes: V, `[8, v_dim, 16]` codes, the tokens of a group in `V_ORDER`. Of latents: the keys with
             RoPE, `[128, k_dim - v_dim]` FP16 or codes.
         header_offset: the header, `HEADER` bytes. Of latents: the scales, `[128]` float32.
@@ -51,7 +51,6 @@ class PageLayout:
     k_dim: int
     v_dim: int
     k_offset: int
-    k_bytes: int
     v_offset: int
     v_bytes: int
     header_offset: int
@@ -67,7 +66,7 @@ class PageLayout:
         """The layout of pages with a scale of K and one of V, which `spec.PageSpec.layout` has."""
         k_bytes, v_bytes = PAGE_SIZE * k_dim, PAGE_SIZE * v_dim  # one byte for each code
         nbytes = k_bytes + v_bytes + HEADER * max(1, k_dim // 256)
-        return cls(k_dim, v_dim, 0, k_bytes, k_bytes, v_bytes, nbytes - HEADER, nbytes)
+        return cls(k_dim, v_dim, 0, k_bytes, v_bytes, nbytes - HEADER, nbytes)
 
     @classmethod
     def latent(cls, k_dim: int, v_dim: int, rope_bytes: int, spare: int = 0) -> PageLayout:
@@ -76,7 +75,7 @@ class PageLayout:
         """
         code_bytes, rope_bytes = PAGE_SIZE * v_dim, PAGE_SIZE * (k_dim - v_dim) * rope_bytes
         scales = code_bytes + rope_bytes
-        return cls(k_dim, v_dim, 0, code_bytes, code_bytes, rope_bytes, scales, scales + (4 + spare) * PAGE_SIZE)
+        return cls(k_dim, v_dim, 0, code_bytes, rope_bytes, scales, scales + (4 + spare) * PAGE_SIZE)
 
 
 # Views of a pool `[num_pages, num_kv_heads, nbytes]` uint8, whose header is at the end of a page
@@ -84,7 +83,7 @@ class PageLayout:
 
 def k_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:
     """K `[num_pages, num_kv_heads, 128, k_dim]` of `dtype`, which has one byte."""
-    return pool[:, :, page.k_offset : page.k_offset + page.k_bytes].view(dtype).unflatten(2, (PAGE_SIZE, page.k_dim))
+    return pool[:, :, page.k_offset : page.v_offset].view(dtype).unflatten(2, (PAGE_SIZE, page.k_dim))
 
 
 def v_of(pool: torch.Tensor, page: PageLayout, dtype: torch.dtype) -> torch.Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import UsageError
 from .codec import CODECS, DEFAULT_KEY_DTYPE, E4M3, INT8, Codec, codec_of
-from .page_layout import PAGE_SIZE, PageLayout
+from .page_layout import PageLayout
 from .rotation import MAX_BLOCK
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)  # channels of heads that pages exist for
@@ -29,11 +29,9 @@ class PageSpec:
         k_dim, v_dim: channels of K and of V.
         k, v: the codecs. V's is `E4M3`, or that of K if V is in K.
         v_in_k: whether V is the first `v_dim` channels of K, as in multi-head latent attention, so that only K is
-            stored. The other channels of K, which have RoPE, are in FP16,
+            stored, with a scale for each token. The other channels of K, which have RoPE, are in FP16,
         rope_in_codes: or in K's codec, with the scale of their token.
         spare: bytes of a token that nothing uses, so that blocks of an engine have one size (`SPARE`).
-        scales: whether a page has one scale of K and one of V, or each token its own.
-        tokens: tokens of a page.
         name: all of the above in one word, by which torch ops and compiled code pass a spec.
         widths: channels of the two tensors that an append takes: K and V, or the latent and the key with RoPE.
     """
@@ -41,24 +39,22 @@ class PageSpec:
     k_dim: int
     v_dim: int
     k: Codec
-    v: Codec = E4M3
     v_in_k: bool = False
     rope_in_codes: bool = False
     spare: int = 0
-    scales: Literal["page", "token"] = "page"
-    tokens: int = PAGE_SIZE
 
     if TYPE_CHECKING:
+        v: ClassVar[Codec]
         name: ClassVar[str]
         widths: ClassVar[tuple[int, int]]
 
     def __post_init__(self) -> None:
+        # They are no fields: Dynamo passes every field of a frozen dataclass to the constructor.
+        vars(self)["v"] = self.k if self.v_in_k else E4M3
         name = f"k{self.k_dim}.{self.k.name}-v{self.v_dim}.{self.v.name}"
         name += "-v_in_k" * self.v_in_k + "-rope_in_codes" * self.rope_in_codes
         name += f"-{self.spare}_spare" if self.spare else ""
-        name += "" if self.scales == "page" else f"-{self.scales}_scales"
-        # They are no fields: Dynamo passes every field of a frozen dataclass to the constructor.
-        vars(self)["name"] = name + ("" if self.tokens == PAGE_SIZE else f"-{self.tokens}_tokens")
+        vars(self)["name"] = name + "-token_scales" * self.v_in_k
         vars(self)["widths"] = (self.v_dim, self.k_dim - self.v_dim) if self.v_in_k else (self.k_dim, self.v_dim)
 
     @classmethod
@@ -83,9 +79,7 @@ class PageSpec:
         """The spec of latent attention (MLA): `rank` channels that are key and value of all heads, and `rope` channels
         of a key with RoPE, in FP16 or in codes. `refusal` says whether there are such pages.
         """
-        return cls(
-            rank + rope, rank, INT8, INT8, v_in_k=True, rope_in_codes=rope_in_codes, spare=spare, scales="token"
-        )  # fmt: skip
+        return cls(rank + rope, rank, INT8, True, rope_in_codes, spare)
 
     @property
     def static_widths(self) -> dict[str, int]:
@@ -103,8 +97,7 @@ class PageSpec:
             return f"head_dim must be one of {HEAD_DIMS}; got {self.k_dim!r}"
         return (
             f"there are no pages {self.name}: K and V must have one head_dim of {HEAD_DIMS} and be stored separately, "
-            f"V in E4M3, with scales of pages; or be a latent of {RANKS} channels and a key with RoPE of {ROPES} "
-            f"(PageSpec.latent); in pages of {PAGE_SIZE} tokens"
+            f"or be a latent of {RANKS} channels and a key with RoPE of {ROPES} (PageSpec.latent)"
         )
 
     @property
