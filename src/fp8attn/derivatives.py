@@ -23,13 +23,11 @@ def derivative_reason(*tensors: torch.Tensor) -> str | None:
         )
     # Dynamo guards on the level, but its tensors have no tangents. A function compiled inside a level may be called
     # with tangents.
-    if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, tensors))):
+    if forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling() or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    ):
         return "an input has a forward-mode tangent, and FP8 ops have no derivative; leave out the tangents"
     return None
-
-
-def _has_tangent(x: torch.Tensor) -> bool:
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def check_derivatives(*tensors: torch.Tensor) -> None:

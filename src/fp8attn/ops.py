@@ -281,15 +281,11 @@ def check_queries(q: torch.Tensor, pages: KVPages) -> None:
     _, num_q_heads, q_dim = q.shape
     num_kv_heads, spec = pages.pool.shape[1], pages.format.spec
     if not num_q_heads or num_q_heads % num_kv_heads or q_dim != spec.k_dim:
+        absorbed = f": over latents, {spec.v_dim} channels of the absorbed query and then those with RoPE"
         raise ValueError(
             f"q must be [T, num_q_heads, {spec.k_dim}] with num_q_heads a multiple of {num_kv_heads}; got "
-            f"{tuple(q.shape)}{_absorbed(spec)}"
+            f"{tuple(q.shape)}{absorbed * spec.v_in_k}"
         )
-
-
-def _absorbed(spec: PageSpec) -> str:
-    """What q is over latents, for an error."""
-    return f": over latents, {spec.v_dim} channels of the absorbed query and then those with RoPE" * spec.v_in_k
 
 
 def params_of(

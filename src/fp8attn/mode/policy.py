@@ -71,7 +71,9 @@ class AttentionPolicy:
                 )
         if isinstance(self.skip, int | str) or callable(self.skip):
             raise UsageError(f"skip is a sequence of layers, patterns and functions: pass ({self.skip!r},)")
-        if not isinstance(self.skip, Collection) or not all(_names_calls(item) for item in self.skip):
+        if not isinstance(self.skip, Collection) or not all(
+            callable(item) or (isinstance(item, int | str) and not isinstance(item, bool)) for item in self.skip
+        ):
             raise UsageError(
                 f"skip is a sequence of layers (whole numbers), patterns (strings) and functions of a call; got "
                 f"{self.skip!r}"
@@ -125,8 +127,3 @@ class AttentionPolicy:
         if self.steps is None:
             return True
         return bool(self.steps(index)) if callable(self.steps) else index in self.steps
-
-
-def _names_calls(item: object) -> bool:
-    """Whether an item of `AttentionPolicy.skip` is a layer, a pattern or a function."""
-    return (isinstance(item, int) and not isinstance(item, bool)) or isinstance(item, str) or callable(item)

@@ -440,5 +440,4 @@ class FP8Cache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences that `indices` selects (numbers, or a mask)."""
-        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self._move("batch_select_indices", indices, chosen.tolist())
+        self._move("batch_select_indices", indices, indices.tolist())
