@@ -1,9 +1,8 @@
 """The torch ops, for `torch.compile` and other code that traces or intercepts calls: schemas, implementations, fakes.
 
 `torch.library.custom_op` would wrap each op in Python kernels for autograd, aliasing and version counters, which cost
-25 to 90 us for each
-call. The ops do not need these kernels: `ops` refuses gradients, no output is an alias, and no graph saves pages for a
-backward pass.
+25 to 90 us for each call. The ops do not need these kernels: `ops` refuses gradients, no output is an alias, and no
+graph saves pages for a backward pass.
 """
 
 from __future__ import annotations

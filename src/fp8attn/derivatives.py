@@ -14,9 +14,8 @@ def derivative_reason(*tensors: torch.Tensor) -> str | None:
                 return (
                     "an input requires a gradient, and FP8 ops have none; use torch.no_grad() or torch.inference_mode()"
                 )
-    if (
-        torch._C._are_functorch_transforms_active()
-    ):  # The same check as in torch.autograd.Function. There is no public function for it.
+    # The same check as in torch.autograd.Function. There is no public function for it.
+    if torch._C._are_functorch_transforms_active():
         return (
             "a transform of torch.func is active (vmap, grad, jvp, ...), and FP8 ops have no rule for it; call them "
             "outside of it"

@@ -6,6 +6,6 @@ class UsageError(ValueError):
 
     It is raised for names, files, sizes, options, models and configs. The command line shows it in one line and exits
     with code 2. Every other exception that reaches the command line is a bug and shows its traceback. Functions that
-    take tensors raise plain `ValueError` for
-    a wrong shape, dtype or device: there the caller is a program, and its traceback is what its author needs.
+    take tensors raise plain `ValueError` for a wrong shape, dtype or device: there the caller is a program, and its
+    traceback is what its author needs.
     """

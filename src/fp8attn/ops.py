@@ -73,8 +73,7 @@ def append(
         static_scales: the pages have calibrated scales, which do not grow. Larger values saturate.
         advance: `cache_seqlens` are the lengths before the new tokens, and this call adds the new tokens to them.
             False: they count the new tokens already, as serving engines keep them, and do not change. Then nothing is
-            written for a sequence that is shorter than its
-            new tokens: it is padding of the batch.
+            written for a sequence that is shorter than its new tokens: it is padding of the batch.
         backend: `"auto"`, `"hopper"`, `"triton"` or `"reference"`.
     Raises:
         TypeError: `pages` is not a `KVPages`.

@@ -76,9 +76,8 @@ class KVPages:
         for name, x, width in zip(names, format.tensors, spec.static_widths.values(), strict=True):
             if x is not None:
                 check_tensor(x, name, (self.num_kv_heads, width), torch.float32, self.device)
-        if (
-            type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16
-        ):  # the fake tensors of a compilation have no address
+        # The fake tensors of a compilation have no address.
+        if type(self.pool) is torch.Tensor and self.pool.data_ptr() % 16:
             raise ValueError(
                 "pool must begin at a multiple of 16 bytes; this one begins inside another tensor: clone it"
             )
@@ -131,8 +130,7 @@ class KVPages:
         """Pages without tokens: all bytes and lengths are zero.
 
         Sequence b has the pages `b * max_pages` to `(b + 1) * max_pages - 1` in order. If the pool has fewer pages,
-        every entry of the page
-        table is 0: write the pages of each sequence into `page_table` before the first append.
+        every entry of the page table is 0: write the pages of each sequence into `page_table` before the first append.
 
         Args:
             num_pages: pages in the pool.

@@ -167,8 +167,7 @@ class KVScales:
         Args:
             num_layers, num_kv_heads, head_dim: the model's shape; with tensor parallelism, of the whole model.
             model_id: the model's name or folder. Only its last part is compared, because a hub name and a local copy
-                differ in the rest.
-                None or empty: not compared.
+                differ in the rest. None or empty: not compared.
             key_dtype, rotate_keys: the cache's. None: not compared.
         Raises:
             UsageError: they do not match; the message says what differs.

@@ -52,8 +52,7 @@ class PagedKVCache:
             for the static form. None: all tokens are kept.
         key_dtype: the format of keys, `"int8"` or `"e4m3"`. Values are E4M3.
         rotate_keys: rotate keys before quantization (`rotation.rotate`). This makes rounding errors smaller and does
-            not change attention.
-            A bool, or a list with one for each layer.
+            not change attention. A bool, or a list with one for each layer.
         k_mean, v_mean: `[num_kv_heads, head_dim]` float32, subtracted from K (after RoPE) and V before quantization.
             This makes rounding errors smaller if a mean is several standard deviations, and does not change attention.
             None: zero. Or a list with one for each layer.

@@ -89,11 +89,10 @@ def dense_rope(x: torch.Tensor, rope: Rope) -> Rope:
     """RoPE of a dense `x [B, H, S, D]` with tables as views `[B, S, R / 2]`, the form that kernels take.
 
     Args:
-        rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. W is R / 2, one angle for each
-            pair of channels. If W is more than half of head_dim, it is R, and each angle is repeated for both channels
-            of its pair (the second half repeats the first, or neighbors are equal if interleaved). If R is at most half
-            of head_dim, the caller must cut repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if
-            interleaved.
+        rope: tables `[S, W]`, `[B or 1, S, W]` or `[B or 1, 1, S, W]`. W is R / 2, one angle for each pair of channels.
+            If W is more than half of head_dim, it is R, and each angle is repeated for both channels of its pair (the
+            second half repeats the first, or neighbors are equal if interleaved). If R is at most half of head_dim, the
+            caller must cut repeated tables to R / 2: `cos[..., : R // 2]`, or `cos[..., ::2]` if interleaved.
     Raises:
         ValueError: another shape or device.
     """

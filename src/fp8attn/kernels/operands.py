@@ -107,9 +107,8 @@ def direct_operands(which: Which) -> Iterator[None]:
     outer, runtime = getattr(_thread, "which", "none"), knobs.runtime
     with _lock:
         _inside += 1
-        if not isinstance(
-            runtime.add_stages_inspection_hook, Hook
-        ):  # the first thread, or another library has replaced ours
+        # The first thread, or another library has replaced ours.
+        if not isinstance(runtime.add_stages_inspection_hook, Hook):
             runtime.add_stages_inspection_hook = Hook(runtime.add_stages_inspection_hook)
     _thread.which = which
     try:

@@ -208,17 +208,10 @@ def _write(x_ptr, stride_t, mean_ptr, slot_ptr, angles, old, end, ahead, CODES: 
         _store(x0, x1, part, slot_ptr, old, end, CODES)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_queries",
-        "table_stride",
-        "num_seqs",
-        "max_seqlen",
-        "num_kv_heads",
-        "columns_ahead",
-        "first_seq",
-    ]
-)
+NUMBERS = "num_queries", "table_stride", "num_seqs", "max_seqlen", "num_kv_heads", "columns_ahead", "first_seq"
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def page_kernel(
     k_ptr, v_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr,
     cos_ptr, sin_ptr, cos_stride_b, cos_stride, q_ptr, q_out_ptr, q_cos_ptr, q_sin_ptr, q_stride_b, q_stride_h,

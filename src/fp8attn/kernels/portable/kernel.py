@@ -171,18 +171,12 @@ def _attend(queries, row_keys, pages, tiles, all_keys, HAS_START: tl.constexpr, 
         return add_tiles(state, queries, row_keys, pages, masked_tile, end_tile, HAS_START, True, OPTIONS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "table_stride",
-        "max_seqlen_q",
-        "num_kv_heads",
-        "num_seqs",
-        "num_blocks",
-        "num_splits",
-        "num_rows",
-        "window",
-    ]
-)
+NUMBERS = (
+    "table_stride", "max_seqlen_q", "num_kv_heads", "num_seqs", "num_blocks", "num_splits", "num_rows", "window",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def portable_kernel(
     q_ptr, pool_ptr, k_mean_ptr, v_mean_ptr, table_ptr, seqlens_ptr, cu_seqlens_ptr, sinks_ptr, leftpad_ptr,
     scratch_ptr, out_ptr, lse_ptr,
@@ -207,16 +201,8 @@ def portable_kernel(
     if cu_seqlens_ptr is not None and seq >= num_seqs:
         programs = num_seqs * num_kv_heads * num_blocks * num_splits * SHARES
         rest = tl.load(cu_seqlens_ptr + num_seqs) * (num_kv_heads * G)
-        _clear_rest(
-            out_ptr,
-            lse_ptr,
-            rest,
-            num_rows,
-            num_splits,
-            tl.program_id(0) - programs,
-            tl.num_programs(0) - programs,
-            OPTIONS,
-        )
+        program = tl.program_id(0) - programs
+        _clear_rest(out_ptr, lse_ptr, rest, num_rows, num_splits, program, tl.num_programs(0) - programs, OPTIONS)
         return
     start, q_len = new_tokens(cu_seqlens_ptr, seqlens_ptr, seq, max_seqlen_q, True)
     if block * ROWS >= q_len * G:
