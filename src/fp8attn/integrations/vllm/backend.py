@@ -51,15 +51,15 @@ class FP8AttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        return True
+        return not cls.is_mla()
 
     @classmethod
     def supports_sink(cls) -> bool:
-        return True
+        return not cls.is_mla()
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True  # VLLM_BATCH_INVARIANT=1; `supported` says with which options
+        return not cls.is_mla()  # VLLM_BATCH_INVARIANT=1; `supported` says with which options
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:

@@ -99,7 +99,7 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
         options = self.options
         if name.startswith("draft_model."):  # the file is not of a draft model
             options = replace(options, scales=None)
-        head_dims = sorted({impl.head_size for impl in self._impls()})
+        head_dims = sorted({layer.impl.head_size for layer in fp8_layers(self._config)})
         if options.scales is not None and len(head_dims) > 1:
             raise UsageError(
                 f"fp8attn cannot serve this model with the option scales: its layers have head_dim "
@@ -124,11 +124,6 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
             softmax_scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks,
             batch_invariant=envs.VLLM_BATCH_INVARIANT, mark=mark, name=name,
         )  # fmt: skip
-
-    def _impls(self) -> list[FP8AttentionImpl]:
-        """The layers of the model with this backend."""
-        layers = self._config.compilation_config.static_forward_context.values()
-        return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
 
     def forward(
         self,
@@ -192,3 +187,9 @@ class FP8AttentionImpl(LayerPages, AttentionImpl[Any]):
             else:
                 continue
             raise UsageError(f"{layer.layer_name} shares its blocks with {other.layer_name}, {reason}: {remedy}")
+
+
+def fp8_layers(config: Any) -> list[Any]:
+    """vLLM's layers with this backend, of all groups of blocks."""
+    layers = config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]

@@ -73,18 +73,6 @@ class FP8LatentBackend(FP8AttentionBackend):
         return list(LATENT_PAGES)
 
     @classmethod
-    def supports_sliding_window(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
-
-    @classmethod
     def validate_configuration(cls, **options: Any) -> list[str]:
         """The reasons why these options are not supported. vLLM prints them and does not start."""
         return [WHAT_TO_DO_WITH_LATENTS.get(reason, reason) for reason in super().validate_configuration(**options)]
@@ -110,6 +98,7 @@ class FP8LatentMetadataBuilder(MLACommonMetadataBuilder[FP8LatentMetadata]):
     query_len_support = QueryLenSupport.VARLEN
     supports_draft_decode_metadata_update = True
     get_varlen_cudagraph_max_query_len = FP8AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len
+    update_draft_decode_metadata = FP8AttentionMetadataBuilder.update_draft_decode_metadata
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, FP8LatentMetadata)
@@ -131,9 +120,6 @@ class FP8LatentMetadataBuilder(MLACommonMetadataBuilder[FP8LatentMetadata]):
         assert metadata.step is not None
         metadata.step = step_of_draft(metadata.step, draft_index)
         return metadata
-
-    def update_draft_decode_metadata(self, metadata: FP8LatentMetadata) -> None:
-        """Nothing to do: a part of decodes has views of vLLM's buffers only."""
 
 
 class FP8LatentImpl(LayerPages, MLACommonImpl[FP8LatentMetadata]):

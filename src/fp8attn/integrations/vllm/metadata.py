@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from ...errors import UsageError
 from ..engine.steps import Step, step_of
 from ..engine.warm import warm_up
-from .impl import FP8AttentionImpl
+from .impl import fp8_layers
 from .supported import NOT_CAUSAL, unsupported_on_cpu
 
 
@@ -73,9 +73,7 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
             if (reason := unsupported_on_cpu(vllm_config)) is not None:
                 raise UsageError(f"fp8attn cannot serve this model: {reason}")
         else:
-            layers = vllm_config.compilation_config.static_forward_context.values()  # of all groups of blocks
-            layers = [layer for layer in layers if isinstance(getattr(layer, "impl", None), FP8AttentionImpl)]
-            ours = [layer for layer in layers if layer.impl.engine_layer is not None]
+            ours = [layer for layer in fp8_layers(vllm_config) if layer.impl.engine_layer is not None]
             for layer in ours:
                 layer.impl.share_pages(layer)
             warm_up([layer.impl.engine_layer for layer in ours], vllm_config.model_config.dtype, device)
@@ -103,5 +101,5 @@ class FP8AttentionMetadataBuilder(AttentionMetadataBuilder[Any]):
         """The metadata of a draft, `draft_index` drafts after the first."""
         return step_of_draft(self.build(0, common_attn_metadata, fast_build=True), draft_index)
 
-    def update_draft_decode_metadata(self, metadata: Step) -> None:
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
         """Nothing to do: a part of decodes has views of vLLM's buffers only."""
