@@ -141,15 +141,15 @@ def test_pages_are_pickled_and_copied(again):
 
 
 def test_nbytes_counts_every_tensor():
-    means = {"stored_k_mean": torch.zeros(2, 64), "v_mean": torch.zeros(2, 64)}
     pages = KVPages.empty(10, 2, 64, num_seqs=3, max_pages=7)
     pool, table, lengths = 10 * 2 * (256 * 64 + 128), 3 * 7 * 4, 3 * 4
     assert pages.nbytes == pool + table + lengths
-    assert replace(pages, format=pages.format.with_means(**means)).nbytes == pool + table + lengths + 2 * 2 * 64 * 4
+    means = replace(pages.format, stored_k_mean=torch.zeros(2, 64), v_mean=torch.zeros(2, 64))
+    assert replace(pages, format=means).nbytes == pool + table + lengths + 2 * 2 * 64 * 4
 
 
 def with_k_mean(pages: KVPages, mean: torch.Tensor) -> dict:
-    return {"format": pages.format.with_means(mean, None)}
+    return {"format": replace(pages.format, stored_k_mean=mean)}
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def held(layer: Layer, batch: int, tokens: int) -> KVPages:
     """Pages of sequences with these numbers of tokens."""
     columns = -(-tokens // 128)
     mean = meta(layer.num_kv_heads, layer.spec.k_dim, dtype=torch.float32)
-    form = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
-    form = form.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
+    means = mean if layer.k_mean else None, mean if layer.v_mean else None
+    form = KVFormat(layer.spec.name, layer.rotate_keys, *means)
     return KVPages(
         meta(batch * columns, layer.num_kv_heads, form.layout.nbytes, dtype=torch.uint8),
         meta(batch, columns + 3, dtype=torch.int32)[:, :columns], meta(batch, dtype=torch.int32), form,

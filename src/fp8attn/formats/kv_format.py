@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -61,10 +61,6 @@ class KVFormat:
             raise UsageError(f"factor is for latents (PageSpec.latent), not for pages {spec.name}: leave it out")
         stored_k_mean = rotate(k_mean) if k_mean is not None and rotate_keys else k_mean
         return cls(spec.name, rotate_keys, stored_k_mean, v_mean, factor)
-
-    def with_means(self, stored_k_mean: torch.Tensor | None, v_mean: torch.Tensor | None) -> KVFormat:
-        """This format with other means, in the form in which it has them."""
-        return replace(self, stored_k_mean=stored_k_mean, v_mean=v_mean)
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:

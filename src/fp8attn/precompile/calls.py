@@ -141,8 +141,8 @@ def _pages(layer: Layer, batch: int, columns: int) -> KVPages:
 
 def _format(layer: Layer) -> KVFormat:
     mean = _empty(layer.num_kv_heads, layer.spec.k_dim, dtype=torch.float32)
-    format = KVFormat.of(layer.head_dim, layer.key_dtype, layer.rotate_keys)
-    return format.with_means(mean if layer.k_mean else None, mean if layer.v_mean else None)
+    means = mean if layer.k_mean else None, mean if layer.v_mean else None
+    return KVFormat(layer.spec.name, layer.rotate_keys, *means)
 
 
 def attend(

@@ -69,7 +69,7 @@ class EngineLayer:
         )
         self.pool: torch.Tensor | None = None  # the pages in the engine's memory
         self.writes = True
-        self.format = KVFormat.of(spec, options.key_dtype, True).with_means(stored_k_mean, v_mean)
+        self.format = KVFormat(spec.name, True, stored_k_mean, v_mean)
         self.write_static()
 
     def write_static(self) -> None:
