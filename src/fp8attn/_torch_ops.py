@@ -17,7 +17,6 @@ from .backends import Backend, find
 from .contents import at_hand, check_appended, check_attended
 from .formats.kv_format import KVFormat
 from .formats.page_layout import PAGE_SIZE
-from .formats.spec import spec_of
 from .pages import KVPages
 from .params import Append, AttentionParams, BackendName
 
@@ -63,8 +62,6 @@ _PAGES = f"Tensor pool, Tensor page_table, Tensor cache_seqlens, {_FORMAT}"
 _CHANGED_PAGES = _PAGES.replace("Tensor pool", "Tensor(a!) pool").replace(
     "Tensor cache_seqlens", "Tensor(b!) cache_seqlens"
 )
-_PAGES_SIZE = 8  # number of arguments
-_SPEC = 3  # the index of the name of the spec
 
 
 def flatten_format(format: KVFormat) -> tuple[Any, ...]:
@@ -77,8 +74,10 @@ def flatten_pages(pages: KVPages) -> tuple[Any, ...]:
     return (pages.pool, pages.page_table, pages.cache_seqlens, *flatten_format(pages.format))
 
 
-def _pages(pool: torch.Tensor, page_table: torch.Tensor, cache_seqlens: torch.Tensor, *format: Any) -> KVPages:
-    return KVPages.trusted(pool, page_table, cache_seqlens, KVFormat(*format))
+def _with_pages(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a torch op from the pages on, with `KVPages` as the first."""
+    pool, page_table, cache_seqlens, *format = args[:8]
+    return KVPages.trusted(pool, page_table, cache_seqlens, KVFormat(*format)), *args[8:]
 
 
 def _schema(kind: type[Append | AttentionParams]) -> str:
@@ -87,8 +86,7 @@ def _schema(kind: type[Append | AttentionParams]) -> str:
 
 
 def _append(k: torch.Tensor, v: torch.Tensor, *args: Any) -> None:
-    pages = _pages(*args[:_PAGES_SIZE])
-    *options, backend = args[_PAGES_SIZE:]
+    pages, *options, backend = _with_pages(args)
     append, writer = Append(*options), find(backend, k.device, k.dtype, pages.format.name)
     if at_hand(k, writer.name):
         check_appended(pages, k.shape[0], append)
@@ -103,9 +101,8 @@ register(
 
 
 def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *options, backend = args[_PAGES_SIZE:]
+    pages, *options, backend = _with_pages(args)
     params = AttentionParams(*options)
-    pages = _pages(*args[:_PAGES_SIZE])
     reader = find(backend, q.device, q.dtype, pages.format.name)
     if at_hand(q, reader.name):
         check_attended(pages, q.shape[0], params)
@@ -114,9 +111,9 @@ def _attention(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _attention_fake(q: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    params, spec = AttentionParams(*args[_PAGES_SIZE:-1]), spec_of(args[_SPEC])
-    rows = q.shape[:-1]
-    return q.new_empty((*rows, spec.v_dim)), q.new_empty(rows if params.return_lse else 0, dtype=torch.float32)
+    pages, *options, _ = _with_pages(args)
+    rows, lse = q.shape[:-1], AttentionParams(*options).return_lse
+    return q.new_empty((*rows, pages.spec.v_dim)), q.new_empty(rows if lse else 0, dtype=torch.float32)
 
 
 register(
