@@ -97,11 +97,6 @@ class AttentionPolicy:
         """The strings in `skip`."""
         return tuple(item for item in self.skip if isinstance(item, str))
 
-    @property
-    def functions(self) -> tuple[Callable[[AttentionCall], bool], ...]:
-        """The functions in `skip`."""
-        return tuple(item for item in self.skip if not isinstance(item, int | str))
-
     def layer_reason(self, layer: int, total: int) -> str | None:
         """Why a layer, of `total`, is skipped by its number; None: it is not."""
         if layer < self.skip_first:
@@ -117,9 +112,9 @@ class AttentionPolicy:
         """Why a call is skipped by its length or by a function; None: it is not."""
         if query.shape[-2] < self.min_length or key.shape[-2] < self.min_length:
             return f"shorter than {self.min_length} tokens"
-        for function in self.functions:
-            if function(AttentionCall(name, layer, query.shape, key.shape, is_causal)):
-                return f"left out by {getattr(function, '__name__', type(function).__name__)}"
+        for item in self.skip:
+            if callable(item) and item(AttentionCall(name, layer, query.shape, key.shape, is_causal)):
+                return f"left out by {getattr(item, '__name__', type(item).__name__)}"
         return None
 
     def takes_step(self, index: int) -> bool:
