@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 cuda = pytest.importorskip("fp8attn.kernels.cuda")
+compiler = pytest.importorskip("triton.compiler.compiler")
 PTX = """
 .visible .entry kernel(
 \t.param .u64 .ptr .global .align 1 kernel_param_0,
@@ -101,3 +102,10 @@ def test_a_kernel_that_needs_more_is_not_launched_here(changed):
 @pytest.mark.parametrize("fields", [FIELDS[:-1], [*FIELDS, "i"], ["i", *FIELDS[1:]], [*FIELDS[:-1], "Q"]])
 def test_parameters_are_those_of_the_ptx(fields):
     assert cuda.Function.of(program(), fields) is None
+
+
+def test_a_kernel_without_ptx_is_left_to_triton():
+    """As Triton keeps one with TRITON_STORE_BINARY_ONLY=1."""
+    bare = program()
+    bare.asm = compiler.AsmDict(cubin=b"")
+    assert cuda.Function.of(bare, FIELDS) is None

@@ -129,7 +129,8 @@ class Function:
     @classmethod
     def of(cls, program: Any, fields: Sequence[str | MapForm]) -> Function | None:
         """The function, or None if it cannot be launched here: it is for other GPUs, its launch needs more than the
-        arguments, or its parameters are not those that `fields` describe.
+        arguments, its parameters are not those that `fields` describe, or Triton kept no PTX that tells them
+        (TRITON_STORE_BINARY_ONLY).
         """
         metadata = program.metadata
         if (
@@ -142,7 +143,7 @@ class Function:
         ):
             return None
         function = cls(program, fields)
-        return function if function.sizes == parameter_sizes(program.asm["ptx"]) else None
+        return function if function.sizes == parameter_sizes(program.asm.get("ptx", "")) else None
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> bool:
         """Launch it with `values` of the fields. False: it was not launched, because a value does not fit its field, or
