@@ -16,16 +16,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks.peers import CALLS
 from benchmarks.problem import KEYS
 
-from .rows import latest, lengths, path_of, ratio
+from .rows import header, latest, lengths, path_of, ratio
+from .tables import writing
 from .tables.accuracy import STRESS, SYSTEMS
 from .tables.kernels import STEP
 from .tables.latents import LATENT, NEEDLES
-from .tables.texts import STORED, TEXTS
 
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
 
@@ -33,20 +33,25 @@ COLORS = {impl: call.color for impl, call in CALLS.items()} | {
     "fp8attn": "#0b6e4f", "fp8attn-q8": "#69b578", "fp8attn-e4m3-keys": "#3d9970", "fp8attn-int8-keys": "#3d9970",
     "stream-ceiling": "#cccccc",
 }  # fmt: skip
-NAMES = {impl: call.title for impl, call in CALLS.items()} | {"fp8attn": "fp8attn"}
+NAMES = {impl: call.title for impl, call in CALLS.items()} | {
+    "fp8attn": "fp8attn", "fp8attn-e4m3-keys": "fp8attn, E4M3 keys", "fp8attn-q8": "fp8attn, queries in FP8",
+    "stream-ceiling": "the same bytes, without arithmetic",
+}  # fmt: skip
 BATCHES = {1: "o:", 8: "o--", 66: "o-"}  # how their lines look
 BLOCKS = 132  # that run at a time
-SHOWN = 1 << 17  # keys
 MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
+PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g}%")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
 
 
 def finish(name: str, figure: Figure, axes: Axes, title: str, picture: str | None = None) -> None:
-    """Title, legend (of the labels in `axes`, if it has any) and file: beside the rows of `name`, and called as they
-    are, or `picture`.
+    """Title, with what the rows of `name` were measured with, legend (of the labels in `axes`, if it has any) and file:
+    beside these rows, and called as they are, or `picture`.
     """
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    others = ", and others" if header(name).get("mixed") else ""
+    figure.text(0.99, 0.99, f"{writing.measured(name)}{others}", ha="right", va="top", fontsize=6.5, color="#777777")
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         rows = -(-sum(len(label) + 8 for label in labels) // 150)
@@ -86,7 +91,9 @@ def plot_vllm() -> None:
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
-    finish("vllm", figure, grid[0], f"Llama-3.1-8B's shape in vLLM on one {device}, by what stores the keys and values")
+    release = header("vllm")["peers"]["vllm"].split()[-1]
+    title = f"Llama-3.1-8B's shape in vLLM {release} on one {device}, by what stores the keys and values"
+    finish("vllm", figure, grid[0], title)
 
 
 def plot_decode() -> None:
@@ -98,42 +105,16 @@ def plot_decode() -> None:
     for i, impl in enumerate(impls):
         heights = [rows.get((case, impl), {}).get("gbps", 0) for case in DECODE]
         at = [x + (i - (len(impls) - 1) / 2) * width for x in range(len(DECODE))]
-        axes.bar(at, heights, width * 0.94, label=impl, color=COLORS[impl])
+        axes.bar(at, heights, width * 0.94, label=NAMES[impl], color=COLORS[impl])
         if i == 0:
             for x, height in zip(at, heights, strict=True):
                 axes.text(
                     x, 0.98 * height, f"{height:.0f}", ha="center", va="top", rotation=90, fontsize=8, color="white"
                 )
-    axes.set_xticks(range(len(DECODE)), [case.replace("-S", "\nS") for case in DECODE], fontsize=8)
+    axes.set_xticks(range(len(DECODE)), [case.replace("-", ", ") for case in DECODE], fontsize=8)
+    axes.set_xlabel("sequences (B) and tokens of each (S)", fontsize=9)
     axes.set_ylabel("GB/s of live K and V")
     finish("decode", figure, axes, f"Decode on an {device} (32 query heads, 8 KV heads of 128): the cache read once")
-
-
-def plot_real_model() -> None:
-    """What is read through prefill; transformers' cache, which attends to a prompt before it rounds, through decode."""
-    (device, rows), cases = latest("real_model"), ("smollm2-S2048", "smollm2-S8192", "smollm2-prose-S8192")
-    figure, axes = plt.subplots(figsize=(11, 4.2))
-    for i, (name, stored) in enumerate(STORED.items()):
-        impl = f"{name}-{'decode' if name == 'transformers-fp8' else 'prefill'}"
-        found = [rows[case, impl] for case in cases]
-        at = [x + 0.16 * (i - (len(STORED) - 1) / 2) for x in range(len(cases))]
-        axes.bar(
-            at,
-            [row["d_ppl_pct"] for row in found],
-            0.15,
-            yerr=[row["d_ppl_se"] for row in found],
-            label=stored,
-            capsize=2,
-        )
-    axes.set_xticks(range(len(cases)), [TEXTS[case] for case in cases])
-    axes.set_ylabel("perplexity over BF16's, %")
-    axes.grid(alpha=0.25, axis="y")
-    finish(
-        "real_model",
-        figure,
-        axes,
-        f"SmolLM2-135M-Instruct on an {device}: what storing keys and values in 8 bits costs",
-    )
 
 
 def plot_accuracy() -> None:
@@ -145,14 +126,15 @@ def plot_accuracy() -> None:
         for impl in (*KEYS, *(["fp8attn-q8"] if phase != "decode" else []), *THEIRS):
             cases = lengths(rows, rf"{phase}-mean{mean}-D128-S(\d+)")
             found = {n: row.get("last", row["rel_err"]) for n, case in cases.items() if (row := rows.get((case, impl)))}
-            points = {n: error for n, error in found.items() if error > 0}  # of one key nothing is wrong
+            points = {n: error for n, error in found.items() if n > 1}  # of one key the output is its value
             style = "o:" if impl.endswith("-keys") else "o--" if impl == "vllm-fa3-fp8" else "o-"
-            axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=impl, color=COLORS[impl])
+            axes.plot(points.keys(), points.values(), style, ms=3, lw=1.4, label=NAMES[impl], color=COLORS[impl])
         axes.set_title(f"{what}, V of mean {mean}", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
+        axes.yaxis.set_major_formatter(PERCENT)
     for axes in grid[-1]:
         axes.set_xlabel("keys")
     finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device}, head_dim 128")
@@ -190,18 +172,19 @@ def plot_accumulation() -> None:
     figure, grid = plt.subplots(3, 3, figsize=(12, 10), sharex=True, sharey=True)
     for axes, ((kind, title), mean) in zip(grid.flat, product(kinds.items(), MEANS), strict=True):
         impls = dict.fromkeys(impl for case, impl in rows if case.startswith(f"{kind}-"))
+        sizes = dict(zip(impls, np.linspace(9, 3, len(impls)), strict=True))  # so that points that agree are all seen
         for impl, batch in product(impls, ("",) if kind == "prompt" else BATCHES):
             cases = lengths(rows, rf"{kind}-{f'B{batch}-' if batch else ''}S(\d+)")
             found = {n: row[f"rel_err_{mean:g}"] for n, case in cases.items() if (row := rows.get((case, impl)))}
             label = NAMES.get(impl, impl) if not batch or batch == max(BATCHES) else None
-            axes.plot(
-                found.keys(), found.values(), BATCHES.get(batch, "o-"), ms=3, lw=1.4, color=COLORS[impl], label=label
-            )
+            style = {"ms": sizes[impl], "lw": 1.4, "color": COLORS[impl], "label": label}
+            axes.plot(found.keys(), found.values(), BATCHES.get(batch, "o-"), **style)
         axes.set_title(f"{title}, values of mean {mean:g}", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)
     for axes in grid[:, 0]:
         axes.set_ylabel("relative error")
+        axes.yaxis.set_major_formatter(PERCENT)
         axes.legend(fontsize=7, loc="upper left", frameon=False)
     for axes in grid[-1]:
         axes.set_xlabel("tokens of a sequence")
@@ -213,15 +196,16 @@ def plot_accumulation() -> None:
 
 
 def plot_sums() -> None:
-    """Error by how many keys one block of a GPU sums, of prompts (`accuracy`) and of steps over latents (`latent`): a
-    panel a mean of values.
+    """Error by how many keys one block of a GPU sums, of prompts (`accumulation`) and of steps over latents (`latent`):
+    a panel a mean of values.
     """
     device, steps = latest("latent")
-    _, prompts = latest("accuracy")
+    _, prompts = latest("accumulation")
     styles = {  # label, marker, filling
         "vllm-flashmla-fp8": ("vLLM's FlashMLA, FP8, steps of 1 to 256 sequences", "o", "full"),
         "fa3-fp8": ("FA3, FP8, prompts", "s", "full"),
         "cudnn-fp8": ("cuDNN, FP8, prompts", "D", "full"),
+        "flashinfer": ("FlashInfer, FP8, prompts", "^", "full"),
         "vllm-fa3-fp8": ("vLLM's FA3, FP8, prompts (two-level)", "s", "none"),
         "flashmla-bf16": ("FlashMLA, BF16, steps", "o", "full"),
         "fp8attn": ("fp8attn, steps and prompts", "o", "full"),
@@ -231,17 +215,18 @@ def plot_sums() -> None:
         key = "rel_err" if mean == 1 else f"rel_err_{mean:g}"
         for impl, (label, marker, filling) in styles.items():
             points = [(summed(case), row[key]) for (case, name), row in steps.items() if name == impl and summed(case)]
-            cases = lengths(prompts, rf"full-mean{mean:g}-D128-S(\d{{4,}})")
-            points += [(n, prompts[case, impl]["rel_err"]) for n, case in cases.items() if (case, impl) in prompts]
-            x, y = zip(*[(n, error) for n, error in points if n <= SHOWN] or [((), ())], strict=True)
-            axes.plot(x, y, marker, ms=4, fillstyle=filling, label=label, color=COLORS[impl])
+            cases = {case: n for n, case in lengths(prompts, r"prompt-S(\d+)").items() if (case, impl) in prompts}
+            points += [(n, prompts[case, impl][f"rel_err_{mean:g}"]) for case, n in cases.items()]
+            axes.plot(
+                *np.transpose(points or [[], []]), marker, ms=4, fillstyle=filling, label=label, color=COLORS[impl]
+            )
         axes.set_title(f"values of mean {mean:g} (in deviations)", loc="left", fontsize=10)
         axes.set(xscale="log", yscale="log")
         axes.grid(alpha=0.25)
         axes.set_xlabel("keys that one block sums", fontsize=9)
     grid[0].set_ylabel("relative error")
-    grid[0].yaxis.set_major_formatter(PercentFormatter(1))
-    title = f"8-bit attention on an {device}: error against float64 on the same bytes"
+    grid[0].yaxis.set_major_formatter(PERCENT)
+    title = f"Sums in 8 bits and in BF16 on an {device}: error against float64 on the same bytes"
     finish("latent", figure, grid[0], title, picture="sums")
 
 
@@ -267,48 +252,39 @@ def plot_latent() -> None:
         times = [ratio(row, rows[case, peer]) or 0 for row, case in zip(here, cases, strict=True)]
         bars = speed.bar(at, times, 0.26, label=label, color=COLORS[impl])
         if impl == "fp8attn":
-            speed.bar_label(bars, [f"{time:.2f}" for time in times], fontsize=7, rotation=90, padding=2)
+            style = {"fontsize": 7, "rotation": 90, "padding": -20, "color": "white"}
+            speed.bar_label(bars, [f"{time:.2f}" for time in times], **style)
         for mean, marker in zip(MEANS, ("v", "s", "o"), strict=True):
             key = "rel_err" if mean == 1 else f"rel_err_{mean:g}"
             errors = [row[key] if row else np.nan for row in here]
             off.plot(at, errors, marker, ms=4, color=COLORS[impl], alpha=0.9 if mean == 1 else 0.5)
     for mean, marker in zip(MEANS, ("v", "s", "o"), strict=True):
         off.plot([], [], marker, ms=4, color="#555555", label=f"latents of mean {mean:g}")
-    speed.axhline(1, color="#555555", lw=0.8)
     speed.set_ylabel("times as fast as vLLM's FP8")
     off.set_ylabel("relative error")
     off.set_yscale("log")
+    off.yaxis.set_major_formatter(PERCENT)
     off.grid(alpha=0.25, axis="y")
     off.legend(fontsize=8, frameon=False, ncols=3)
     off.set_xticks(range(len(cases)), cases, fontsize=7, rotation=60, ha="right")
-    finish(
-        "latent", figure, speed, f"A decode step over latents on an {device} (512 + 64 channels; heads, batch, tokens)"
-    )
+    off.set_xlabel("heads (H), sequences (B), tokens of each (S), query tokens of each (q)", fontsize=9)
+    finish("latent", figure, speed, f"A decode step over latents on an {device} (512 + 64 channels)")
 
 
 def plot_latent_needle() -> None:
-    """Right answers by depth above, a panel a system, a column a case; perplexity over BF16's below."""
+    """Perplexity over BF16's after a prompt, a group a case."""
     device, rows = latest("latent_needle")
     cases = list(dict.fromkeys(case for case, _ in rows))
-    figure, grid = plt.subplots(2, 3, figsize=(12, 7.6), sharex=True, sharey="row", height_ratios=[3, 2])
-    for (above, below), (impl, title) in zip(grid.T, NEEDLES.items(), strict=True):
-        here = [rows.get((case, impl), {}) for case in cases]
-        cells = np.full((10, len(cases)), np.nan)
-        for i, row in enumerate(here):
-            for depth, (score, _) in row.get("depths", {}).items():
-                cells[min(int(10 * float(depth)), 9), i] = 100 * score
-        extent = (-0.5, len(cases) - 0.5, 100, 0)
-        image = above.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=extent)
-        above.set_title(title, fontsize=10)
-        below.bar(range(len(cases)), [row.get("d_ppl_pct", np.nan) for row in here], color=COLORS.get(impl, "#7d8597"))
-        below.set_yscale("symlog", linthresh=1)
-        below.grid(alpha=0.25, axis="y")
-        below.set_xticks(range(len(cases)), cases, rotation=90, fontsize=7)
-    grid[0, 0].set_ylabel("depth of the needle, %")
-    grid[1, 0].set_ylabel("perplexity over BF16's, %")
-    figure.colorbar(image, ax=grid[0], label="% right", shrink=0.8)
-    title = f"Needles over latents on an {device}: right answers by batch and tokens (mean: planted, white: not asked)"
-    finish("latent_needle", figure, grid[1, 0], title)
+    figure, axes = plt.subplots(figsize=(11, 4.2))
+    for i, (impl, label) in enumerate((impl, label) for impl, label in NEEDLES.items() if impl != "bf16"):
+        costs = [rows.get((case, impl), {}).get("d_ppl_pct", np.nan) for case in cases]
+        axes.bar(np.arange(len(cases)) + 0.4 * (i - 0.5), costs, 0.38, label=label, color=COLORS[impl])
+    axes.axhline(0, color="#555555", lw=0.8)
+    axes.set_xticks(range(len(cases)), cases, rotation=60, ha="right", fontsize=7)
+    axes.set_xlabel("planted mean of latents, sequences (B), tokens of the prompt (S)", fontsize=9)
+    axes.set_ylabel("perplexity over BF16's, %")
+    axes.grid(alpha=0.25, axis="y")
+    finish("latent_needle", figure, axes, f"Perplexity of texts after a prompt, over latents on an {device}")
 
 
 PLOTS = {
@@ -320,7 +296,6 @@ PLOTS = {
     "needle": plot_needle,
     "decode": plot_decode,
     "accuracy": plot_accuracy,
-    "real_model": plot_real_model,
 }
 
 
