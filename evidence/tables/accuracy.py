@@ -48,13 +48,6 @@ def prefill_error() -> str:
     )
 
 
-@block("prefill")
-def long_error() -> str:
-    """The error of single-level kernels over 131,072 tokens, for V of mean 1."""
-    title, found = latest("prefill")
-    return f"{single_level_off(errors(found.values(), 'rel_err_mean1'), 131072)} off ({title}, values of mean 1)"
-
-
 @block("accumulation")
 def accumulation() -> str:
     title, here = latest("accumulation")

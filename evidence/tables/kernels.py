@@ -117,12 +117,6 @@ def step_of(case: str) -> str:
     return f"{chunk} tokens{f' on {at[0]}' if at[0] else ''}, {decodes} steps"
 
 
-def engine_over(*impls: str) -> str:
-    """The smallest and the largest of what the best of `impls` takes over ours in a step of an engine."""
-    _, here = latest("engine")
-    return span(over(here, case, "fp8attn", *impls) for case in dict.fromkeys(case for case, _ in here))
-
-
 @block("sdpa")
 def sdpa() -> str:
     """Kinds of calls by lengths: fp8attn, with RoPE in the call, and torchao."""

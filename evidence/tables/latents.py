@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from ..rows import header, latest, ratio
-from .writing import block, number, table, tokens, value
+from benchmarks.accumulation import LATENTS, MEANS
+
+from ..rows import header, latest, over, ratio
+from .writing import block, number, span, table, tokens, value
 
 LATENT = {"fp8attn": "fp8attn", "vllm-flashmla-fp8": "vLLM's FlashMLA, FP8", "flashmla-bf16": "FlashMLA, BF16"}
 NEEDLES = {"bf16": LATENT["flashmla-bf16"], **{impl: LATENT[impl] for impl in ("vllm-flashmla-fp8", "fp8attn")}}
@@ -45,6 +47,47 @@ def latent_errors() -> str:
     return (
         f"attention is {100 * ours:.1f}% off on an {title} ({release}'s FP8 kernel: {100 * theirs:.0f}%), with latents "
         f"of mean 1 in 66 sequences of 131,072 tokens and 128 heads."
+    )
+
+
+@block("accumulation")
+def latent_sums() -> str:
+    """Errors of vLLM's FP8 kernel, by batch, length and mean of latents."""
+    title, rows = latest("accumulation")
+    body = []
+    for case in LATENTS:
+        batch, length = map(int, re.findall(r"\d+", case))
+        errors = (value(rows, case, "vllm-flashmla-fp8", f"rel_err_{mean:g}", ".1f", 100) for mean in MEANS)
+        body.append([f"{batch} x {tokens(length)}", *errors])
+    return table([f"{title}, requests x tokens", *(f"error, %, latents of mean {mean:g}" for mean in MEANS)], body)
+
+
+@block("accumulation", "latent")
+def latent_sums_in_words() -> str:
+    """The same at the longest, beside BF16, and how much faster the FP8 kernel is."""
+    _, rows = latest("accumulation")
+    alone, many = (rows[f"latent-B{batch}-S131072", "vllm-flashmla-fp8"]["rel_err_1"] for batch in (1, 66))
+    bf16 = span((rows[case, "flashmla-bf16"]["rel_err_1"] for case in LATENTS), ".1%")
+    _, steps = latest("latent")
+    faster = span((over(steps, case, "vllm-flashmla-fp8", "flashmla-bf16") for case, _ in steps), ".1f")
+    return (
+        f"It is {faster} times as fast as the BF16 kernel. Where latents have a mean, its output depends on how many "
+        f"requests are in the batch: the same request over the same bytes is {alone:.1%} off alone, and {many:.0%} off "
+        f"among 66. The BF16 kernel beside it is {bf16} off in every batch."
+    )
+
+
+@block("latent_needle")
+def latent_needle_in_words() -> str:
+    """What vLLM's FP8 kernel and fp8attn cost the twin on texts after a prompt."""
+    costs = {impl: {} for impl in NEEDLES}
+    for (case, impl), row in latest("latent_needle")[1].items():
+        costs[impl][case] = row["d_ppl_pct"] / 100
+    longest = {case: cost for case, cost in costs["vllm-flashmla-fp8"].items() if case.endswith("-S131072")}
+    alone, many = (span((longest[case] for case in longest if ("B1-" in case) is one), ".1%") for one in (True, False))
+    return (
+        f"{many} more perplexity than in BF16 on texts after 131,072 tokens in batches of 66 and 132, and {alone} "
+        f"alone; with fp8attn perplexity is within {max(map(abs, costs['fp8attn'].values())):.1%} in every case"
     )
 
 

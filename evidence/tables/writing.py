@@ -12,7 +12,7 @@ Cell = Callable[[Rows, str], str]  # of a device's rows and a case
 
 
 def block(*names: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Registers a function that writes a block: `long_error` fills the blocks named `long-error`.
+    """Registers a function that writes a block: `latent_errors` fills the blocks named `latent-errors`.
 
     Args:
         names: the results files that it reads. While one does not exist, the block says so.

@@ -2,15 +2,23 @@
 
 import json
 
+from benchmarks.accumulation import LATENTS
 from evidence import rows
 from evidence.tables import BLOCKS
 
 
-def lines_of(monkeypatch, tmp_path, name, measured):
-    (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": measured}))
+def written(monkeypatch, tmp_path, block, **files):
+    """The text of a block, of these rows."""
+    (tmp_path / "h200").mkdir(exist_ok=True)
+    for name, measured in files.items():
+        (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"device": "NVIDIA H200", "rows": measured}))
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    return [line.strip("| ").split(" | ") for line in BLOCKS[name.replace("_", "-")]().splitlines()]
+    return BLOCKS[block]()
+
+
+def lines_of(monkeypatch, tmp_path, name, measured):
+    made = written(monkeypatch, tmp_path, name.replace("_", "-"), **{name: measured})
+    return [line.strip("| ").split(" | ") for line in made.splitlines()]
 
 
 def test_speed_and_errors(monkeypatch, tmp_path):
@@ -36,3 +44,38 @@ def test_needles(monkeypatch, tmp_path):
     head, _, line = lines_of(monkeypatch, tmp_path, "latent_needle", measured)
     assert head == ["H200; right answers; perplexity", "FlashMLA, BF16", "vLLM's FlashMLA, FP8", "fp8attn"]
     assert line == ["B66-S131072", "100% of 66; 4.50", "50% of 66; 4.50", "100% of 66; 4.50"]
+
+
+def test_sums_by_batch(monkeypatch, tmp_path):
+    off = {"vllm-flashmla-fp8": {"rel_err_0": 0.01, "rel_err_0.3": 0.02, "rel_err_1": 0.03}}
+    off["flashmla-bf16"] = dict.fromkeys(off["vllm-flashmla-fp8"], 0.002)
+    sums = [{"case": case, "impl": impl} | errors for case in LATENTS for impl, errors in off.items()]
+    sums[-2]["rel_err_1"] = 0.684
+    times = {"H16-B1-S1024": (1.0, 2.5), "H128-B1-S1024": (1.0, 1.1)}
+    steps = [
+        {"case": case, "impl": impl, "ms": ms}
+        for case, both in times.items()
+        for impl, ms in zip(off, both, strict=True)
+    ]
+    made = written(monkeypatch, tmp_path, "latent-sums", accumulation=sums).splitlines()
+    assert made[0].startswith("| H200, requests x tokens | error, %, latents of mean 0 |")
+    assert made[2] == "| 1 x 2k | 1.0 | 2.0 | 3.0 |" and made[-1] == "| 66 x 128k | 1.0 | 2.0 | 68.4 |"
+    words = written(monkeypatch, tmp_path, "latent-sums-in-words", latent=steps)
+    assert words.startswith("It is 1.1 to 2.5 times as fast as the BF16 kernel.")
+    assert "3.0% off alone, and 68% off among 66" in words and "beside it is 0.2% off in every batch" in words
+
+
+def test_what_needles_cost_in_words(monkeypatch, tmp_path):
+    costs = {
+        "B1-S8192": (-0.5, 9.0),
+        "B1-S131072": (0.1, 1.0),
+        "B66-S131072": (0.2, 6.0),
+        "mean1-B132-S131072": (0, 8.0),
+    }
+    measured = [
+        {"case": case, "impl": impl, "d_ppl_pct": cost}
+        for case, both in costs.items()
+        for impl, cost in zip(("fp8attn", "vllm-flashmla-fp8"), both, strict=True)
+    ]
+    words = written(monkeypatch, tmp_path, "latent-needle-in-words", latent_needle=measured)
+    assert words.startswith("6.0% to 8.0% more perplexity") and "1.0% alone" in words and "within 0.5% in" in words
