@@ -26,7 +26,7 @@ PREFILL = {
 FP8 = {
     impl: call.title for impl, call in CALLS.items() if call.prefill and call.levels
 }  # peers in prompts, and their names in tables
-SINGLE_LEVEL, TWO_LEVEL = (tuple(impl for impl in FP8 if CALLS[impl].levels == levels) for levels in (1, 2))
+SINGLE_LEVEL = tuple(impl for impl in FP8 if CALLS[impl].levels == 1)
 BF16 = {impl: call.title for impl, call in CALLS.items() if call.prefill and not call.levels}
 STEP = {impl: call.title for impl, call in CALLS.items() if call.decode and call.levels}
 # Ways to compute an engine's step: a kernel over pages in one call or, as `-split`, in two; kernels for decode steps
@@ -63,34 +63,14 @@ def decode_error() -> str:
     return f"at most {ours:.1e} off; vLLM's FP8, which rounds Q and the weights, {span(theirs, '.1e')}"
 
 
-def two_level() -> str:
-    """The peers that sum in two levels, as far as they were measured."""
-    _, here = latest("prefill")
-    found = [FP8[impl] for impl in TWO_LEVEL if any(impl == each for _, each in here)]
-    return f"the best two-level FP8 ({', '.join(found)})" if len(found) > 1 else f"{found[0]}, two-level"
-
-
 @block("prefill")
 def prefill() -> str:
-    def tflops(impl: str) -> Cell:
-        return lambda here, case: value(here, case, impl, "tflops", ".0f")
-
-    return beside("prefill", "tokens", PREFILL, {
-        "TFLOPS": tflops("fp8attn-q8"),
-        "over the best single-level FP8": lambda here, case: number(over(here, case, "fp8attn-q8", *SINGLE_LEVEL)),
-        f"over {two_level()}": lambda here, case: number(over(here, case, "fp8attn-q8", *TWO_LEVEL)),
-        **{"16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else ""): tflops(impl) for impl,
-        keys in KEYS.items()},
-        "16-bit queries, over the best single-level FP8": lambda here, case:
-        number(over(here, case, "fp8attn", *SINGLE_LEVEL)),
-    })  # fmt: skip
-
-
-@block("prefill")
-def prefill_peers() -> str:
-    """TFLOPS of ours and of every peer, on the last device that has them."""
+    """TFLOPS of ours and of every peer."""
     title, here = latest("prefill")
-    impls = {"fp8attn-q8": title, "fp8attn": "16-bit queries", "fp8attn-exact": "exact"} | FP8 | BF16
+    queries = {
+        impl: "16-bit queries" + (f", {keys.upper()} keys" if impl != "fp8attn" else "") for impl, keys in KEYS.items()
+    }
+    impls = {"fp8attn-q8": f"{title}: queries in FP8", **queries, "fp8attn-exact": "exact"} | FP8 | BF16
     body = [[label, *(value(here, case, impl, "tflops", ".0f") for impl in impls)] for case, label in PREFILL.items()]
     return table(["tokens", *impls.values()], body)
 
