@@ -103,7 +103,7 @@ def _combine_kernel(
             out += partial
     out = out * (share / tl.where(total == 0.0, 1.0, total))[:, None]
     if group is not None:  # of latents: `formats.latent.restore`
-        out = hadamard_back(out, D)
+        (out,) = hadamard_back((out,), D)
         kv_head = (row % num_q_heads // group)[:, None]
         if factor_ptr is not None:
             out *= tl.load(factor_ptr + kv_head * (D // BLOCK) + d[None, :] // BLOCK)

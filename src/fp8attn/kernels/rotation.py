@@ -46,11 +46,23 @@ def hadamard(x, D: tl.constexpr):
 
 @triton.jit
 def hadamard_back(x, D: tl.constexpr):
-    """`fp8attn.formats.rotation.rotate_back` of rows `x [N, C]`, as `hadamard`."""
-    C: tl.constexpr = x.shape[1]
+    """`fp8attn.formats.rotation.rotate_back` of rows, as `hadamard`. They are one tensor `[N, C]`, or four, of the
+    quarters of one block: between these, no data move. `x` and the result are tuples.
+    """
+    COUNT: tl.constexpr = len(x)
+    C: tl.constexpr = x[0].shape[1]
     FACTOR: tl.constexpr = block_size(D) ** -0.5
-    minus = negative(tl.arange(0, C))
-    return _butterflies(x, D) * tl.where(minus, -FACTOR, FACTOR)[None, :]
+    y = ()
+    for i in tl.static_range(COUNT):
+        y += (_butterflies(x[i], D // COUNT),)
+    if COUNT == 4:
+        y = y[0] + y[1], y[0] - y[1], y[2] + y[3], y[2] - y[3]
+        y = y[0] + y[2], y[1] + y[3], y[0] - y[2], y[1] - y[3]
+    z = ()
+    for i in tl.static_range(COUNT):
+        minus = negative(i * C + tl.arange(0, C))
+        z += (y[i] * tl.where(minus, -FACTOR, FACTOR)[None, :],)
+    return z
 
 
 @triton.jit

@@ -19,13 +19,17 @@ def latent_combine_kernel(parts_ptr, parts_lse_ptr, more_ptr, bounds_ptr, mean_p
                           OPTIONS: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
                           CHANNELS: tl.constexpr):  # fmt: skip
     """R rows and some channels of `out [tokens, heads, rank]` a program, from S parts at a time, in order. A
-    row and its first part may have the same memory."""
+    row and its first part may have the same memory. Of many rows, a thread has channels in each quarter of a block:
+    fewer steps of the rotation are between threads.
+    """
     RANK: tl.constexpr = OPTIONS.rank
     HEADS: tl.constexpr = OPTIONS.heads * OPTIONS.group
     gdc_wait()
     row = (tl.program_id(0) // (RANK // CHANNELS)) * R + tl.arange(0, R)
     block = tl.program_id(0) % (RANK // CHANNELS)
-    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    COUNT: tl.constexpr = 4 if R > 1 else 1  # tensors of a row
+    WIDTH: tl.constexpr = CHANNELS // COUNT
+    channel = block * CHANNELS + tl.arange(0, WIDTH)
     rows = num_tokens * HEADS
     kv_head = (row % HEADS // OPTIONS.group)[:, None]
     inside = row < rows
@@ -37,35 +41,47 @@ def latent_combine_kernel(parts_ptr, parts_lse_ptr, more_ptr, bounds_ptr, mean_p
     # The first part is where the row is: it is loaded beside what says how many there are.
     top = tl.load(parts_lse_ptr + row, mask=written, other=HIDDEN_FINITE)
     own = row.to(tl.int64)[:, None] * RANK + channel[None, :]
-    out = tl.load(parts_ptr + own, mask=written[:, None], other=0.0).to(tl.float32)
+    out = ()
+    for i in tl.static_range(COUNT):
+        out += (tl.load(parts_ptr + own + i * WIDTH, mask=written[:, None], other=0.0).to(tl.float32),)
+    unit = tl.full([R], 1.0, tl.float32)  # of `out`
     if OPTIONS.digits == 1:
-        out *= tl.load(parts_lse_ptr + parts + row, mask=written, other=0.0)[:, None]
+        unit = tl.load(parts_lse_ptr + parts + row, mask=written, other=0.0)
     total = tl.full([R], 1.0, tl.float32)
     for first in range(0, tl.max(count, 0), S):
-        i = first + tl.arange(0, S)[None, :]
-        part = more[:, None] + i * OPTIONS.rows
-        here = i < count[:, None]
+        each = first + tl.arange(0, S)[None, :]
+        part = more[:, None] + each * OPTIONS.rows
+        here = each < count[:, None]
         lse = tl.load(parts_lse_ptr + part, mask=here, other=HIDDEN_FINITE)
         at = part.to(tl.int64)[:, :, None] * RANK + channel[None, None, :]
-        o = tl.load(parts_ptr + at, mask=here[:, :, None], other=0.0).to(tl.float32)
         new_top = tl.maximum(top, tl.max(lse, 1))
         weight = tl.where(here, tl.exp2(lse - new_top[:, None]), 0.0)
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(weight, 1)
         if OPTIONS.digits == 1:
             weight *= tl.load(parts_lse_ptr + parts + part, mask=here, other=0.0)
-        out = out * rescale[:, None] + tl.sum(o * weight[:, :, None], 1)
+        rescale *= unit
+        added = ()
+        for i in tl.static_range(COUNT):
+            o = tl.load(parts_ptr + at + i * WIDTH, mask=here[:, :, None], other=0.0).to(tl.float32)
+            added += (out[i] * rescale[:, None] + tl.sum(o * weight[:, :, None], 1),)
+        out = added
+        unit = tl.full([R], 1.0, tl.float32)
         top = new_top
     hidden = (top == HIDDEN_FINITE) & (total == total)  # a row without keys, or of no sequence; a NaN stays
-    out = hadamard_back(out / total[:, None], CHANNELS)
-    if factor_ptr is not None:
-        out *= tl.load(factor_ptr + kv_head * (RANK // BLOCK) + channel[None, :] // BLOCK)
     lse = top + tl.log2(total)
     if mean_ptr is not None:
-        out += tl.load(mean_ptr + kv_head * RANK + channel[None, :])
         mean_scores = parts_lse_ptr + 2 * parts + num_seqs * OPTIONS.heads * row_tiles * OPTIONS.rows
         lse += tl.load(mean_scores + row, mask=written, other=0.0)
-    out = tl.where(hidden[:, None], 0.0, out)
-    tl.store(out_ptr + own, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     if block == 0:
         tl.store(lse_ptr + row, tl.where(hidden, HIDDEN, lse * LN2), mask=inside)
+    out = hadamard_back(out, CHANNELS)
+    unit /= total
+    for i in tl.static_range(COUNT):
+        o = out[i] * unit[:, None]
+        if factor_ptr is not None:
+            o *= tl.load(factor_ptr + kv_head * (RANK // BLOCK) + channel[None, :] // BLOCK)
+        if mean_ptr is not None:  # without it, hidden rows are zero
+            o += tl.load(mean_ptr + kv_head * RANK + channel[None, :] + i * WIDTH)
+            o = tl.where(hidden[:, None], 0.0, o)
+        tl.store(out_ptr + own + i * WIDTH, o.to(out_ptr.dtype.element_ty), mask=inside[:, None])

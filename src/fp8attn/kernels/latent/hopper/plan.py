@@ -112,7 +112,7 @@ def make_latent_plan(
     # Of a program of the last kernel: parts that it loads at once, as many as a row has if sequences have one length;
     # rows and channels, for many loads at a time in few registers.
     at_once = min(64, power_of_two(max(1, workers // places)))
-    together, channels = (16, MAX_BLOCK) if at_once == 1 else (1, rank if at_once <= 16 else MAX_BLOCK)
+    together, channels = (32, MAX_BLOCK) if at_once == 1 else (1, rank if at_once <= 16 else MAX_BLOCK)
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
     return LatentPlan(
@@ -143,8 +143,8 @@ def make_latent_plan(
             OPTIONS=options, num_warps=warps, maxnreg=65536 // threads // 8 * 8, launch_pdl=True,
         ),
         combine=make_constants(
-            "latent combine", device, OPTIONS=options, R=together, S=at_once, CHANNELS=channels, num_warps=4,
-            launch_pdl=True,
+            "latent combine", device, OPTIONS=options, R=together, S=at_once, CHANNELS=channels,
+            num_warps=4, launch_pdl=True,
         ),
     )  # fmt: skip
 
