@@ -113,6 +113,8 @@ def make_latent_plan(
     # rows and channels, for many loads at a time in few registers.
     at_once = min(64, power_of_two(max(1, workers // places)))
     together, channels = (32, MAX_BLOCK) if at_once == 1 else (1, rank if at_once <= 16 else MAX_BLOCK)
+    # With FP16 parts, 128 bytes a thread: programs of one warp meet at no barrier. (With FP32 parts it is slower.)
+    combine_warps = max(1, at_once // 4) if digits == 1 and channels == rank else 4
     warps = rank // 64  # that accumulate; each has 64 channels of O^T
     threads = (warps + 4 + 4) * 32  # registers are given to four warps together
     return LatentPlan(
@@ -144,7 +146,7 @@ def make_latent_plan(
         ),
         combine=make_constants(
             "latent combine", device, OPTIONS=options, R=together, S=at_once, CHANNELS=channels,
-            num_warps=4, launch_pdl=True,
+            num_warps=combine_warps, launch_pdl=True,
         ),
     )  # fmt: skip
 
