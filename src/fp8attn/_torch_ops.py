@@ -142,3 +142,7 @@ register(
     _from_dense,
     _from_dense_fake,
 )
+
+# Inductor computes an expression when its value is used, even if `append` has changed what it reads by then (in torch
+# 2.15). What an op returns is computed where the op is called.
+register("lengths(Tensor cache_seqlens) -> Tensor", torch.Tensor.long, torch.Tensor.long)

@@ -416,6 +416,16 @@ def test_models_of_two_head_dims_compile_in_one_process():
         close(*outs, 1e-5)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_inductor_computes_positions_before_the_append_that_changes_them():
+    model, ids = make(num_hidden_layers=1), prompt(1, 20)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    outs = [logits(each, FP8Cache(model, max_cache_len=64), ids, steps=2) for each in (compiled, model)]
+    close(*outs, 1e-5)
+
+
 @torch.no_grad()
 def test_a_batch_that_compiled_code_cannot_allocate_names_the_call_that_can():
     model, ids = make(num_hidden_layers=1), prompt(2, 30)

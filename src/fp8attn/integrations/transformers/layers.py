@@ -318,9 +318,8 @@ class FP8Layer(CacheLayerMixin):
             return 0
         if paged.max_seqlen is None:
             return paged.lengths[0]
-        return (
-            paged.pages(self.slot).cache_seqlens[0].long()
-        )  # a copy, because the caller uses it after the next append
+        # A copy, because the caller uses it after the next append.
+        return torch.ops.fp8attn.lengths(paged.pages(self.slot).cache_seqlens)[0]
 
     @property
     def num_tokens(self) -> int:
