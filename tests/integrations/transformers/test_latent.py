@@ -1,5 +1,6 @@
 """Latent attention (MLA) of transformers' models on an `FP8Cache`, against the model without a cache."""
 
+import pickle
 import warnings
 from functools import partial
 
@@ -132,6 +133,14 @@ def test_training_and_plain_caches_work_on_the_same_model():
 
 
 SPARSE = ("deepseek_v32", "axk2", "glm_moe_dsa", "glm5_next", "mistral_large4", "dots3_note", "hy_v4", "hy_v4_vl")
+
+
+def test_a_model_is_pickled_after_a_cache_was_made_for_it():
+    model, (ids, mask) = make_latents(), prompt(1)
+    expected = run(model, FP8Cache(model), ids, mask)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(run(other, FP8Cache(other), ids, mask), expected)
+    assert all(module.expand_kv.args == (module,) for module in latent_modules(other))
 
 
 @pytest.mark.parametrize("name", SPARSE)

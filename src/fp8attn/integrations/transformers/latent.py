@@ -12,7 +12,7 @@ attends over K and V, which takes a third of the operations.
 from __future__ import annotations
 
 import warnings
-from types import MethodType
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,7 @@ def latent_modules(model: PreTrainedModel) -> list[Attention]:
 def install(model: PreTrainedModel) -> None:
     """Let the model's latent attention read pages."""
     for module in latent_modules(model):
-        module.expand_kv = MethodType(_expand_kv, module)
+        module.expand_kv = partial(_expand_kv, module)
 
 
 def _expand_kv(
