@@ -32,11 +32,9 @@ class Triton(Writer):
     def supports(spec: PageSpec, dtype: torch.dtype, device: torch.device) -> str | None:
         if not TRITON_INSTALLED:
             return "Triton is not installed (pip install triton)"
-        if (reason := refused_dtype(dtype)) is not None:
-            return reason
         if device.type not in ("cuda", "xpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return f"no Triton on {device.type} (TRITON_INTERPRET=1 interprets it there, slowly, for tests)"
-        return spec.refusal
+        return refused_dtype(dtype) or spec.refusal
 
     def attention(
         self,

@@ -38,7 +38,7 @@ def transformers_model(model: Any) -> PreTrainedModel:
     method = getattr(getattr(model, "active_peft_config", None), "peft_type", None)
     if method in ("PREFIX_TUNING", "CARTRIDGE"):
         raise UsageError(
-            f"PEFT's {method} puts a cache of its own in place of this one; use the model without past_key_values"
+            f"PEFT's {method.value} puts a cache of its own in place of this one: call the model without this cache"
         )
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if isinstance(base, PreTrainedModel):

@@ -297,11 +297,11 @@ class FP8Cache(Cache):
             f"layers {ranges(i for i, x in lengths.items() if x == n)} hold {n} tokens"
             for n in sorted({*lengths.values()})
         ]
-        states = ", and states of linear layers have changed" if len(counts) == 1 else ""
+        states = ", and states of linear layers have changed" if len(counts) == 1 and self._states else ""
         raise RuntimeError(
             f"the layers of this cache do not hold the same tokens: {', '.join(counts)}{states}. The last forward was "
-            f"interrupted, or did not run every layer. To go on, call cache.crop(0), which drops what only some layers "
-            f"hold, or cache.reset() and prefill again"
+            f"interrupted, did not run every layer, or runs in another thread, which needs a cache of its own. To go "
+            f"on, call cache.crop(0), which drops what only some layers hold, or cache.reset() and prefill again"
         )
 
     def _agree(self) -> bool:
