@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import matplotlib
@@ -43,6 +44,7 @@ MEANS = (0.0, 0.3, 1.0)  # of values, in deviations
 DECODE = ("B1-S8192", "B1-S131072", "B8-S32768", "B16-S8192", "B64-S8192", "B32-S2048", "B4-S131072")
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:g}%")
 THEIRS = ("vllm-fa3-fp8", "fa3-fp8", "cudnn-fp8", "fa3-bf16")
+HIGHEST = 12  # percent of perplexity: a taller bar has its number at its end
 
 
 def finish(name: str, figure: Figure, axes: Axes, title: str, picture: str | None = None) -> None:
@@ -140,16 +142,11 @@ def plot_accuracy() -> None:
     finish("accuracy", figure, grid[0, 0], f"Error against float64 on the same bytes, {device}, head_dim 128")
 
 
-def plot_needle() -> None:
-    """Right answers by depth: a panel a system, a column a length of the prompt or a strength of stress at
-    the longest.
-    """
-    (device, rows) = latest("needle")
-    columns = {f"{n // 1024}k": case for n, case in lengths(rows, r"niah_multikey_2-S(\d+)").items()}
-    columns |= {f"128k, {name}": case for name, case in STRESS.items() if name != "as trained"}
-    impls = [impl for impl in SYSTEMS if (STRESS["as trained"], impl) in rows]
-    figure, grid = plt.subplots(1, len(impls), figsize=(2.2 * len(impls), 4.6), sharey=True)
-    for axes, impl in zip(grid, impls, strict=True):
+def draw_maps(
+    figure: Figure, grid: Sequence[Axes], rows: Mapping, names: Mapping[str, str], columns: Mapping[str, str]
+) -> None:
+    """Right answers by depth of the needle: a map a system, a column a case (by its label)."""
+    for axes, (impl, name) in zip(grid, names.items(), strict=True):
         cells = np.full((10, len(columns)), np.nan)
         for i, case in enumerate(columns.values()):
             for depth, (score, _) in rows.get((case, impl), {}).get("depths", {}).items():
@@ -157,10 +154,22 @@ def plot_needle() -> None:
         image = axes.imshow(
             cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto", extent=(-0.5, len(columns) - 0.5, 100, 0)
         )
-        axes.set_title(SYSTEMS[impl].replace(", ", "\n"), fontsize=9)
+        axes.set_title(name.replace(", ", "\n"), fontsize=9)
         axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=7)
     grid[0].set_ylabel("depth of the needle, %")
-    figure.colorbar(image, ax=grid, label="% right", shrink=0.8)
+    figure.colorbar(image, ax=list(grid), label="% right", shrink=0.8)
+
+
+def plot_needle() -> None:
+    """Right answers by depth: a panel a system, a column a length of the prompt or a strength of stress at
+    the longest.
+    """
+    (device, rows) = latest("needle")
+    columns = {f"{n // 1024}k": case for n, case in lengths(rows, r"niah_multikey_2-S(\d+)").items()}
+    columns |= {f"128k, {name}": case for name, case in STRESS.items() if name != "as trained"}
+    names = {impl: name for impl, name in SYSTEMS.items() if (STRESS["as trained"], impl) in rows}
+    figure, grid = plt.subplots(1, len(names), figsize=(2.2 * len(names), 4.6), sharey=True)
+    draw_maps(figure, grid, rows, names, columns)
     title = f"RULER's needles on an {device}: right answers by length, depth and planted outliers (white: not measured)"
     finish("needle", figure, grid[0], title)
 
@@ -272,19 +281,29 @@ def plot_latent() -> None:
 
 
 def plot_latent_needle() -> None:
-    """Perplexity over BF16's after a prompt, a group a case."""
+    """Right answers at 128k tokens by depth, a map a kernel; below, perplexity over BF16's, a group of bars a case."""
     device, rows = latest("latent_needle")
     cases = list(dict.fromkeys(case for case, _ in rows))
-    figure, axes = plt.subplots(figsize=(11, 4.2))
+    columns = {case.removesuffix("-S131072"): case for case in cases if case.endswith("-S131072")}
+    figure = plt.figure(figsize=(11, 7.5))
+    *maps, below = figure.subplot_mosaic("abc;ddd", height_ratios=(1, 1.2)).values()
+    draw_maps(figure, maps, rows, NEEDLES, columns)
     for i, (impl, label) in enumerate((impl, label) for impl, label in NEEDLES.items() if impl != "bf16"):
         costs = [rows.get((case, impl), {}).get("d_ppl_pct", np.nan) for case in cases]
-        axes.bar(np.arange(len(cases)) + 0.4 * (i - 0.5), costs, 0.38, label=label, color=COLORS[impl])
-    axes.axhline(0, color="#555555", lw=0.8)
-    axes.set_xticks(range(len(cases)), cases, rotation=60, ha="right", fontsize=7)
-    axes.set_xlabel("planted mean of latents, sequences (B), tokens of the prompt (S)", fontsize=9)
-    axes.set_ylabel("perplexity over BF16's, %")
-    axes.grid(alpha=0.25, axis="y")
-    finish("latent_needle", figure, axes, f"Perplexity of texts after a prompt, over latents on an {device}")
+        bars = below.bar(
+            np.arange(len(cases)) + 0.4 * (i - 0.5), np.minimum(costs, HIGHEST), 0.38, label=label, color=COLORS[impl]
+        )
+        above = [f"{cost:,.0f}" if cost > HIGHEST else "" for cost in costs]
+        below.bar_label(bars, above, fontsize=8)
+    below.axhline(0, color="#555555", lw=0.8)
+    below.set_xticks(range(len(cases)), cases, rotation=60, ha="right", fontsize=7)
+    below.set_xlabel("planted mean of latents, sequences (B), tokens of the prompt (S)", fontsize=9)
+    below.set_ylabel("perplexity over BF16's, %")
+    below.grid(alpha=0.25, axis="y")
+    title = (
+        f"Latents on an {device}: needles after 128k tokens (white: not asked), and perplexity of texts after a prompt"
+    )
+    finish("latent_needle", figure, below, title)
 
 
 PLOTS = {

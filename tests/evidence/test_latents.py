@@ -71,11 +71,15 @@ def test_what_needles_cost_in_words(monkeypatch, tmp_path):
         "B1-S131072": (0.1, 1.0),
         "B66-S131072": (0.2, 6.0),
         "mean1-B132-S131072": (0, 8.0),
+        "mean3-B1-S131072": (0, 1.0),
+        "mean3-B132-S131072": (0, 3900.0),
     }
     measured = [
-        {"case": case, "impl": impl, "d_ppl_pct": cost}
+        {"case": case, "impl": impl, "d_ppl_pct": cost, "accuracy": float(cost < 100), "samples": 6}
         for case, both in costs.items()
         for impl, cost in zip(("fp8attn", "vllm-flashmla-fp8"), both, strict=True)
     ]
     words = written(monkeypatch, tmp_path, "latent-needle-in-words", latent_needle=measured)
     assert words.startswith("6.0% to 8.0% more perplexity") and "1.0% alone" in words and "within 0.5% in" in words
+    words = written(monkeypatch, tmp_path, "latent-needle-lost", latent_needle=measured)
+    assert words == "6 of 6 alone and 0 of 6 in a batch of 132 (fp8attn: 6 of 6 and 6 of 6)"

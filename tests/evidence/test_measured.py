@@ -35,9 +35,7 @@ def test_times_and_errors_of_a_device_are_of_one_commit(device):
     "device",
     [
         "h100",
-        pytest.param(
-            "h200", marks=pytest.mark.xfail(strict=True, reason="the GPU tests, needles and models are older")
-        ),
+        pytest.param("h200", marks=pytest.mark.xfail(strict=True, reason="ten cases of needles and models are older")),
     ],
 )
 def test_the_set_of_a_device_is_of_one_commit(device):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -40,12 +41,16 @@ def needles() -> list[dict]:
     """Rows of `latent_needle`: through one kernel, texts are less likely."""
     costs = {"bf16": 0.0, "fp8attn": 0.25, "vllm-flashmla-fp8": 2.0}
     return [
-        {"case": case, "impl": impl, "accuracy": 1.0, "ppl": 5.0, "d_ppl_pct": costs[impl]}
+        {
+            "case": case, "impl": impl, "accuracy": 1.0, "depths": {"0.55": [0.5, 2]}, "ppl": 5.0,
+            "d_ppl_pct": 50.0 if (impl, case) == LOST else costs[impl],
+        }
         for case in latent_needle.CASES
         for impl in latent_needle.IMPLS
-    ]
+    ]  # fmt: skip
 
 
+LOST = ("vllm-flashmla-fp8", list(latent_needle.CASES)[-1])
 HEAD = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.9.0", "commit": "abc", "date": "2026-11-30"}
 MADE = {"sums": latents, "accumulation": sums, "latent": latents, "latent_needle": needles}
 
@@ -91,8 +96,13 @@ def test_a_picture_shows_its_rows(name, tmp_path, monkeypatch):
         assert len(heights) == sum(shape.uniform for shape in latent.CASES.values())
         assert {bar.get_height() for bar in above.containers[1]} == {1.0}
     else:
-        heights = {bars.get_label(): {bar.get_height() for bar in bars} for bars in last.containers}
-        assert heights == {"vLLM's FlashMLA, FP8": {2.0}, "fp8attn": {0.25}}
+        below = panels[3]
+        heights = {bars.get_label(): {bar.get_height() for bar in bars} for bars in below.containers}
+        assert heights == {"vLLM's FlashMLA, FP8": {2.0, pictures.HIGHEST}, "fp8attn": {0.25}}
+        assert [text.get_text() for text in below.texts if text.get_text()] == ["50"]
+        for axes in panels[:3]:
+            cells = np.ma.filled(axes.images[0].get_array(), np.nan)
+            assert np.isnan(cells[4]).all() and (cells[5] == 50).all()
     [stack] = (text.get_text() for text in drawn["figure"].texts if "commit" in text.get_text())
     assert stack == "H200, torch 2.11.0, Triton 3.9.0, commit abc of 2026-11-30"
 
