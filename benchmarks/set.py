@@ -63,9 +63,9 @@ class Part(NamedTuple):
 SET = (
     Part("prefill", 100), Part("decode", 10), Part("sdpa", 65), Part("latent", 10), Part("wide", 10),
     Part("append", 10), Part("video", 20), Part("engine", 10), Part("latent_step", 10), Part("overhead", 25),
-    Part("first_token", 70),
-    Part(TESTS, 320, False), Part("needle", 360, False), Part("public_models", 300, False),
-    Part("latent_needle", 230, False), Part("real_model", 150, False), Part("accuracy", 30, False),
+    Part("first_token", 100),
+    Part(TESTS, 490, False), Part("needle", 360, False), Part("public_models", 300, False),
+    Part("latent_needle", 350, False), Part("real_model", 150, False), Part("accuracy", 30, False),
     Part("accumulation", 30, False),
 )  # fmt: skip
 # By part, implementations of peers.

@@ -54,6 +54,9 @@ def latent_combine_kernel(parts_ptr, parts_lse_ptr, more_ptr, bounds_ptr, mean_p
         here = each < count[:, None]
         lse = tl.load(parts_lse_ptr + part, mask=here, other=HIDDEN_FINITE)
         at = part.to(tl.int64)[:, :, None] * RANK + channel[None, None, :]
+        loaded = ()
+        for i in tl.static_range(COUNT):
+            loaded += (tl.load(parts_ptr + at + i * WIDTH, mask=here[:, :, None], other=0.0).to(tl.float32),)
         new_top = tl.maximum(top, tl.max(lse, 1))
         weight = tl.where(here, tl.exp2(lse - new_top[:, None]), 0.0)
         rescale = tl.exp2(top - new_top)
@@ -63,8 +66,7 @@ def latent_combine_kernel(parts_ptr, parts_lse_ptr, more_ptr, bounds_ptr, mean_p
         rescale *= unit
         added = ()
         for i in tl.static_range(COUNT):
-            o = tl.load(parts_ptr + at + i * WIDTH, mask=here[:, :, None], other=0.0).to(tl.float32)
-            added += (out[i] * rescale[:, None] + tl.sum(o * weight[:, :, None], 1),)
+            added += (out[i] * rescale[:, None] + tl.sum(loaded[i] * weight[:, :, None], 1),)
         out = added
         unit = tl.full([R], 1.0, tl.float32)
         top = new_top
