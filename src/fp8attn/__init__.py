@@ -28,7 +28,7 @@ from .straight_through import fake_quantize
 if TYPE_CHECKING:
     from .integrations.transformers import FP8Cache as FP8Cache
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "BACKENDS",
     "PAGE_SIZE",
