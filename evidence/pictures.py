@@ -288,21 +288,17 @@ def plot_latent_needle() -> None:
     figure = plt.figure(figsize=(11, 7.5))
     *maps, below = figure.subplot_mosaic("abc;ddd", height_ratios=(1, 1.2)).values()
     draw_maps(figure, maps, rows, NEEDLES, columns)
-    for i, (impl, label) in enumerate((impl, label) for impl, label in NEEDLES.items() if impl != "bf16"):
+    for i, impl in enumerate(impl for impl in NEEDLES if impl != "bf16"):
         costs = [rows.get((case, impl), {}).get("d_ppl_pct", np.nan) for case in cases]
-        bars = below.bar(
-            np.arange(len(cases)) + 0.4 * (i - 0.5), np.minimum(costs, HIGHEST), 0.38, label=label, color=COLORS[impl]
-        )
-        above = [f"{cost:,.0f}" if cost > HIGHEST else "" for cost in costs]
-        below.bar_label(bars, above, fontsize=8)
+        at, heights = np.arange(len(cases)) + 0.4 * (i - 0.5), np.minimum(costs, HIGHEST)
+        bars = below.bar(at, heights, 0.38, label=NEEDLES[impl], color=COLORS[impl])
+        below.bar_label(bars, [f"{cost:,.0f}" if cost > HIGHEST else "" for cost in costs], fontsize=8)
     below.axhline(0, color="#555555", lw=0.8)
     below.set_xticks(range(len(cases)), cases, rotation=60, ha="right", fontsize=7)
     below.set_xlabel("planted mean of latents, sequences (B), tokens of the prompt (S)", fontsize=9)
     below.set_ylabel("perplexity over BF16's, %")
     below.grid(alpha=0.25, axis="y")
-    title = (
-        f"Latents on an {device}: needles after 128k tokens (white: not asked), and perplexity of texts after a prompt"
-    )
+    title = f"Latents on an {device}: needles after 128k tokens (white: not asked), perplexity after a prompt"
     finish("latent_needle", figure, below, title)
 
 
