@@ -4,11 +4,11 @@
     python -m benchmarks.set --plan                  # prints what is left to measure, with the expected seconds
     python -m benchmarks.set --only sdpa engine      # some parts of the set
 
-A part is a benchmark, or the GPU tests. Parts that are timed run alone, one after another; then the others run beside
-each other. A case's rows are in `results/<device>/NAME.json` as soon as the case is measured, and no call measures it
-again; a file of another commit, torch or Triton is begun anew. What fails, and what no time is left for, is named at
-the end, and the rest goes on. The exit status is 1 until nothing is missing. In one call a part gets at most twice its
-expected seconds.
+A part is a benchmark, or the GPU tests. What measures no time runs first, four parts beside each other, while the
+kernels are compiled. Then what is timed runs alone, one part after another. A case's rows are in
+`results/<device>/NAME.json` as soon as the case is measured, and no call measures it again; a file of another commit,
+torch or Triton is begun anew. What fails, and what no time is left for, is named at the end, and the rest goes on. The
+exit status is 1 until nothing is missing. In one call a part gets at most twice its expected seconds.
 
 A GPU machine may end a command after ten minutes, and may overwrite the files of the repository before each command.
 So FP8ATTN_RESULTS names another folder for the files, which stays there between the calls. With OUT set, they are also
@@ -39,7 +39,7 @@ from .ahead import compile_ahead
 from .beside import Beside
 
 LIMIT = 570  # seconds of a call: the GPU machine ends a command after 600
-COMPILING = 75  # expected seconds of `compile_ahead` for the whole set
+COMPILING = 100  # expected seconds of `compile_ahead` for the whole set
 BESIDE = 4  # parts that run beside each other: five did not fit into 139 GB
 SLOWEST = 2  # the most that a part may take in a call, in its expected seconds
 TESTS = "tests"  # the GPU tests, which begin anew if they are ended
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: of a benchmark, and of its file.
-        seconds: that all its cases are expected to take on an H200 machine, without compiling.
+        seconds: that all its cases are expected to take on an H200 machine, beside three others if it is not timed.
         timed: whether it measures times: then nothing else runs.
     """
 
@@ -64,8 +64,8 @@ SET = (
     Part("prefill", 100), Part("decode", 10), Part("sdpa", 65), Part("latent", 10), Part("wide", 10),
     Part("append", 10), Part("video", 20), Part("engine", 10), Part("latent_step", 10), Part("overhead", 25),
     Part("first_token", 100),
-    Part(TESTS, 490, False), Part("needle", 360, False), Part("public_models", 300, False),
-    Part("latent_needle", 350, False), Part("real_model", 150, False), Part("accuracy", 30, False),
+    Part("public_models", 800, False), Part("needle", 600, False), Part(TESTS, 490, False),
+    Part("latent_needle", 350, False), Part("real_model", 220, False), Part("accuracy", 30, False),
     Part("accumulation", 30, False),
 )  # fmt: skip
 # By part, implementations of peers.
@@ -88,13 +88,13 @@ def plan(todo: dict[Part, list[str]]) -> float:
     seconds = {part: part.seconds * len(cases) / len(cases_of(part)) for part, cases in todo.items()}
     alone = sum(taken for part, taken in seconds.items() if part.timed)
     others = [taken for part, taken in seconds.items() if not part.timed]
-    beside = max([sum(others) / BESIDE, *others], default=0)
     compiling = COMPILING * sum(seconds.values()) / sum(part.seconds for part in SET)
-    print(f"{compiling + alone + beside:.0f} s expected, in calls of {LIMIT} s\n  {compiling:4.0f} s  compiling")
+    beside = max([compiling, sum(others) / BESIDE, *others])
+    print(f"{alone + beside:.0f} s expected, in calls of {LIMIT} s\n  {compiling:4.0f} s  compiling")
     for part, taken in seconds.items():
         how = "" if part.timed else f", {BESIDE} parts at a time"
         print(f"  {taken:4.0f} s  {part.name}: {len(todo[part])} of {len(cases_of(part))} cases{how}")
-    return compiling + alone + beside
+    return alone + beside
 
 
 class Call:
@@ -202,18 +202,18 @@ def main(arguments: list[str] | None = None) -> None:
         return
     results.require_commit()
     call = Call(args.seconds)
-    compile_ahead({part.name: cases for part, cases in todo.items() if part.name != TESTS})
-    print(f"compiled: {call.left:.0f} s are left", flush=True)
-    for part, cases in todo.items():
-        if part.timed:
-            call.measure(part, cases)
-    call.worker.end()  # it holds memory of the GPU
 
     def beside(part: Part) -> None:
         call.test(part) if part.name == TESTS else call.measure(part, todo[part])
 
     with ThreadPoolExecutor(BESIDE) as pool:
-        list(pool.map(beside, [part for part in todo if not part.timed]))
+        others = pool.map(beside, [part for part in todo if not part.timed])
+        compile_ahead({part.name: cases for part, cases in todo.items() if part.name != TESTS})
+        print(f"compiled: {call.left:.0f} s are left", flush=True)
+        list(others)
+    for part, cases in todo.items():
+        if part.timed:
+            call.measure(part, cases)
     call.end()
 
 

@@ -9,8 +9,6 @@ from benchmarks.set import SET
 from evidence.results import ROOT
 from evidence.tables.kernels import PREFILL_IMPLS
 
-ANSWERS = ("needle", "public_models", "real_model")
-
 
 def measured(name: str) -> list:
     return [
@@ -19,29 +17,12 @@ def measured(name: str) -> list:
     ]
 
 
-def of_one_commit(device: str, parts: list) -> bool:
-    paths = [ROOT / f"results/{device}/{part.name}.json" for part in parts]
-    files = [json.loads(path.read_text()) for path in paths if path.is_file()]
-    return len({(file["commit"], file["triton"]) for file in files}) == 1 and not any(
-        file.get("mixed") for file in files
-    )
-
-
 @pytest.mark.parametrize("device", ["h100", "h200"])
-def test_times_and_errors_of_a_device_are_of_one_commit(device):
-    """Some answers of models may be of others: the page of results lists them."""
-    assert of_one_commit(device, [part for part in SET if part.name not in ANSWERS])
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "h100",
-        pytest.param("h200", marks=pytest.mark.xfail(strict=True, reason="twelve cases of ANSWERS are older")),
-    ],
-)
 def test_the_set_of_a_device_is_of_one_commit(device):
-    assert of_one_commit(device, SET)
+    paths = [ROOT / f"results/{device}/{part.name}.json" for part in SET]
+    files = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    assert len({(file["commit"], file["triton"]) for file in files}) == 1
+    assert not any(file.get("mixed") for file in files)
 
 
 @pytest.mark.parametrize("rows", measured("tests"))
