@@ -214,28 +214,23 @@ def page(untried: dict[str, str]) -> str:
             refused[_in_short(reason)].append(name)
     lines = [
         "# Families of models in transformers", "",
-        f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__}, "
-        f"by `model_type`.",
-        "Multimodal models have the family of their text model. A test makes a small random model of each with "
-        "head_dim 64 (Gemma 4's full",
-        "attention: 512), and compares its logits on a growing and on a static cache with those on transformers' own "
-        "cache. Its sliding",
-        f"windows have {WINDOW} tokens. A static cache has them in 16 bits, and refuses models of windows alone.",
-        "(Shorter ones stay in 16 bits, because their pages would not be smaller.) "
-        "`python -m tests.support.families --write` writes this",
-        "page. `fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which "
-        "may",
-        "have another head_dim or other layers. Full layers with `attention_k_eq_v` (Gemma 4) "
-        "[store V and a quarter of K's channels](latent.md#keys-that-follow-from-values-gemma-4).", "",
+        f"What `FP8Cache` does with each family of causal language models in transformers {transformers.__version__},",
+        "by `model_type`. Multimodal models have the family of their text model. A test makes a small random model of",
+        "each with head_dim 64 (Gemma 4's full attention: 512), and compares its logits on a growing and on a static",
+        f"cache with those on transformers' own cache. Windows of these models have {WINDOW} tokens: shorter ones stay",
+        "in 16 bits, because their pages would not be smaller. A static cache has windows in 16 bits, and refuses",
+        "models of windows alone.", "",
+        "`fp8attn.integrations.transformers.unsupported_reason(model.config)` says the same of your model, which may",
+        "have another head_dim or other layers. Full layers with `attention_k_eq_v` (Gemma 4)",
+        "[store V and a quarter of K's channels](latent.md#keys-that-follow-from-values-gemma-4).",
+        "`python -m tests.support.families --write` writes this page.", "",
         "## Served", "", "By the layers that stay in 16 bits:", "",
         *(f"- **{kinds}**: {', '.join(names)}." for kinds, names in sorted(served.items(),
         key=lambda item: -len(item[1]))), "",
         "## Vision-language models", "",
-        "`FP8Cache(model)` of a vision-language model has the layers of its text model, and reads RoPE and biases "
-        "there.",
-        "The vision model stays as it is. Tests compare logits of small random models, with biases in K, with those on "
-        "transformers' own",
-        "cache: of text, and of images where positions have several parts.", "",
+        "`FP8Cache(model)` of a vision-language model has the layers of its text model, and reads RoPE and biases",
+        "there. The vision model stays as it is. Tests compare logits of small random models, with biases in K, with",
+        "those on transformers' own cache: of text, and of images where positions have several parts.", "",
         "| tested | text model |", "|---|---|",
         *(f"| {name} | {_text_model(name)} |" for name in MULTIMODAL), "",
         "## Refused", "", "| because | families |", "|---|---|",
