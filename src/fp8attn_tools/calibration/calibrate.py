@@ -40,8 +40,7 @@ def calibrate(
 
     The mean of head h and channel d is `E[x]` over the first 32,768 tokens (in whole batches) if that is several
     deviations, else 0. The scale of head h is `max |x - mean| / M` over all tokens, M being 448 for E4M3 and 127 for
-    INT8. Scales of K and Q are for these as they
-    are stored or multiplied: after RoPE, rotated with `rotate_keys`.
+    INT8. Scales of K and Q are for these as they are stored or multiplied: after RoPE, rotated with `rotate_keys`.
 
     The state has a constant size, so a text may have any length. For long contexts, calibrate on long texts
     (`pack_tokens`): with RoPE, K depends on the position.
