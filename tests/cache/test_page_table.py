@@ -237,6 +237,17 @@ def test_the_last_step_and_some_tokens_more_can_be_dropped(fixed, window):
     append(caches, given, 0, 700, window)
 
 
+def test_attention_after_reserve_is_refused():
+    """`reserve` gives back pages that the first queries of a long step see."""
+    _, cache = pair(128)
+    k, v, q = (x.flatten(0, 1) for x in inputs(2, 900))
+    cache.append(0, k, v)
+    cache.reserve(1000)
+    assert cache.table.tables[0][0] == -1
+    with pytest.raises(ValueError, match=r"layer 0 has appended no tokens since .*, reserve was called"):
+        cache.attention(0, q)
+
+
 def test_recorded_tokens_can_be_dropped():
     caches = pair()
     given = inputs(2, 3000)

@@ -56,7 +56,17 @@ def test_a_token_that_only_one_layer_has_does_not_count():
     cache.reserve(6)
     fp8attn.append(cache.pages(1), x[:1], x[:1])  # as other code may
     cache.sync()
-    assert cache.lengths == (5,) and cache.pages(1).cache_seqlens.tolist() == [6]
+    assert cache.lengths == (5,) and cache.pages(1).cache_seqlens.tolist() == [5]
+
+
+def test_sync_drops_a_step_that_some_layers_have_not_appended():
+    cache, x = PagedKVCache(1, DIM, num_layers=2), torch.randn(9, 1, DIM)
+    cache.append(0, x, x)
+    cache.sync()
+    for layer in range(2):
+        cache.append(layer, x[:4], x[:4])
+    assert cache.lengths == (4,) and [cache.pages(layer).cache_seqlens.tolist() for layer in range(2)] == [[4], [4]]
+    assert all(torch.equal(a, b) for a, b in zip(cache.read(0, 0), cache.read(1, 0), strict=True))
 
 
 def test_a_step_after_compiled_code_is_counted_once_all_layers_have_it():

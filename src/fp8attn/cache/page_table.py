@@ -326,15 +326,20 @@ class PageTable:
         know them for longer if layers have not appended the tokens of a step yet (not `complete`).
         """
         if not self.counted:
-            self.sync()
+            self._read_lengths()
             self.counted = self.counted and complete
 
     def sync(self) -> None:
-        """Read back from the device the number of tokens that every layer has, which waits for the GPU.
+        """Read the lengths back, and drop tokens that only some layers have.
 
         Raises:
             RuntimeError: as `check_held`. Nothing was changed.
         """
+        self._read_lengths()
+        self._moved()
+
+    def _read_lengths(self) -> None:
+        """Read back from the device the number of tokens that every layer has, which waits for the GPU."""
         lengths = torch.stack(self.cache_seqlens).amin(0).tolist()
         for seq, length in enumerate(lengths):
             self.check_held(seq, length)

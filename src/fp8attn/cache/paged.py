@@ -120,8 +120,8 @@ class PagedKVCache:
     def pages(self, layer: int) -> KVPages:
         """The device state of one layer, for `fp8attn.attention` and `fp8attn.append`.
 
-        It is valid until the next append or move of sequences, which may replace its tensors. The static form never
-        replaces them.
+        It is valid until the next append, `reserve` or move of sequences, which may replace its tensors. The static
+        form never replaces them.
         """
         pages, step = self._pages(layer), None if torch.compiler.is_compiling() else self.steps.last
         return pages if step is None or not step.ragged else pages.after(step.lengths)
@@ -217,7 +217,7 @@ class PagedKVCache:
             lengths: number of new tokens of each sequence, T in all, the same in all layers. None: T / num_seqs for
                 each.
         Returns:
-            The pages that attention of these tokens reads, until the next append or move of sequences.
+            The pages that attention of these tokens reads, until the next append, `reserve` or move of sequences.
         Raises:
             ValueError: shapes or lengths do not fit, or the layer has appended these tokens already.
             OutOfPagesError: the pool has a fixed size and is too small.
@@ -259,10 +259,10 @@ class PagedKVCache:
         if pages is None:
             self._layer(layer)
             raise ValueError(
-                f"layer {layer} has appended no tokens since the cache was made, its sequences were moved, or another "
-                f"layer began a step: call append(layer, k, v) first. To attend without an append, call "
-                f"fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...) with the number of "
-                f"queries of each sequence"
+                f"layer {layer} has appended no tokens since the cache was made, reserve was called, its sequences "
+                f"were moved, or another layer began a step: call append(layer, k, v) first. To attend without an "
+                f"append, call fp8attn.attention(q, cache.pages(layer), cu_seqlens_q=..., max_seqlen_q=...) with the "
+                f"number of queries of each sequence"
             )
         return pages
 
@@ -340,7 +340,8 @@ class PagedKVCache:
         """Allocate pages for `lengths` tokens of each sequence, so that appends up to these lengths need nothing from
         the host.
 
-        Shared pages that such an append would write to are copied, in every layer.
+        Shared pages that such an append would write to are copied, in every layer. Attend to the last tokens before: it
+        gives back what only their queries see.
 
         Raises:
             ValueError: `lengths` is not one number of tokens for each sequence.
@@ -349,6 +350,7 @@ class PagedKVCache:
         counts = self.table.counts(lengths)
         self.steps.check_complete("reserve")
         self.table.reserve(counts)
+        self.steps.last = None
 
     def truncate(self, lengths: int | Sequence[int]) -> None:
         """Keep the first `lengths` tokens of each sequence, or all if it has fewer, and release the pages after them.
@@ -416,6 +418,8 @@ class PagedKVCache:
 
     def sync(self) -> None:
         """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths.
+
+        Tokens that only some layers have appended are dropped.
 
         Raises:
             RuntimeError: as `truncate`.

@@ -57,8 +57,8 @@ class Steps:
     """The last step, and who may join it.
 
     Attributes:
-        last: the last step. None: none since the cache was made or its sequences were moved, or the host has not seen
-            it.
+        last: the last step. None: none since the cache was made, pages were reserved or its sequences were moved, or
+            the host has not seen it.
     """
 
     def __init__(self, table: PageTable) -> None:
