@@ -165,3 +165,21 @@ def test_positions_may_jump():
     model(IDS[:, :200], past_key_values=near)
     with pytest.raises(AssertionError):
         close(outs[0], model(IDS[:, 200:220], past_key_values=near).logits, 0.1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "lfm2-conv"])
+@torch.no_grad()
+def test_a_layer_in_16_bits_goes_back_only_over_what_it_has_recorded(family):
+    """Windows and convolutions, whose tokens before are no more."""
+    model = make(family)
+    cache = filled(model, 100)
+    cache.activate_past_recording()
+    with pytest.raises(RuntimeError, match="layer 0 cannot go back from 100 to 98 tokens"):
+        cache.crop(-2)
+    model(IDS[:, 100:109], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="layer 0 cannot go back from 109 to 99 tokens"):
+        cache.crop(-10)
+    cache.crop(-9)
+    with pytest.raises(RuntimeError, match="layer 0 cannot go back from 100 to 99 tokens"):
+        cache.crop(-1)
+    close(next_logits(model, cache), next_logits(model, filled(model, 100)))

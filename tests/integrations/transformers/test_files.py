@@ -74,6 +74,21 @@ def test_a_sequence_of_a_batch_serves_another_batch(tmp_path):
         close(ours, model(token, past_key_values=prefilled(model, ids[[1, 1]])).logits)
 
 
+@pytest.mark.parametrize("family", ["gemma3", "lfm2-conv", "falcon-h1-hybrid"])
+@pytest.mark.parametrize("length", [2, 50])
+@torch.no_grad()
+def test_a_cache_that_records_goes_on_from_a_file(tmp_path, family, length):
+    """Its windows and convolutions hold more than the next token sees, or, of a short prompt, less."""
+    model, ids = make(family), prompt(length=60)
+    cache = FP8Cache(model)
+    cache.activate_past_recording()
+    model(ids[:, :length], past_key_values=cache)
+    cache.save(tmp_path / "prompt")
+    loaded = FP8Cache.load(tmp_path / "prompt", model)
+    for begin, end in ((length, length + 1), (length + 1, length + 9)):
+        close(*(model(ids[:, begin:end], past_key_values=each).logits for each in (loaded, cache)), 1e-5)
+
+
 def test_files_that_are_refused(tmp_path):
     model, path = make(), tmp_path / "prompt"
     with pytest.raises(ValueError, match="run the prompt through the model first"):

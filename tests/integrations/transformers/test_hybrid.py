@@ -146,6 +146,18 @@ def test_a_convolution_s_state_that_records_goes_back():
     close(model(ids[:, :9], past_key_values=cache).logits, model(ids[:, :9], past_key_values=short).logits)
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+@torch.no_grad()
+def test_another_batch_may_follow_a_reset(family):
+    model, ids = make(family), prompt(3, 40)
+    cache = FP8Cache(model)
+    model(ids, past_key_values=cache)
+    for batch in (1, 2):
+        cache.reset()
+        found, expected = (logits(model, each, ids[:batch]) for each in (cache, FP8Cache(model)))
+        assert torch.equal(found, expected)
+
+
 def test_layers_of_several_shapes_have_pages_for_each(tmp_path):
     model, ids = two_shapes(), prompt()
     with using(model, "eager"):

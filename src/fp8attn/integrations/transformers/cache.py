@@ -334,8 +334,12 @@ class FP8Cache(Cache):
             length = lengths.get(index, longest)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 lost = min(lengths.values()) < longest or not layer.is_croppable or not layer.record_past
+                lost = lost or any(
+                    state.shape[-1] - (length - target) < min(target, layer.conv_kernel_size[number])
+                    for number, state in layer.conv_states.items()
+                )
             elif isinstance(layer, DynamicSlidingWindowLayer):
-                lost = length >= layer.sliding_window and not layer.record_past
+                lost = layer.keys.shape[2] - (length - target) < min(target, layer.sliding_window - 1)
             else:
                 lost = (
                     isinstance(layer, StaticLayer)
@@ -386,6 +390,9 @@ class FP8Cache(Cache):
             group.paged.reset()
         for layer in self._movable.values():
             layer.reset()
+            if self.options.max_cache_len is None and layer in self._states:  # the next batch may be another
+                for made in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
+                    made.update(dict.fromkeys(made, False))
             # Older transformers keep zeros as tokens.
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and layer.is_initialized:
                 layer.keys, layer.values, layer.is_initialized = None, None, False

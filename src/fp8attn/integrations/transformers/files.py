@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from ...cache import PagedKVCache, storage
 from ...errors import UsageError
@@ -59,16 +60,20 @@ def save(
     rows = list(range(paged.num_seqs)) if seqs is None else paged.table.indices(seqs)
     for index, layer in enumerate(layers):
         if not isinstance(layer, FP8Layer) and getattr(layer, "keys", None) is not None:
+            # A layer that records its past has more than the next token sees.
+            first = 1 - layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else 0
             for name in _STATE:
                 value = getattr(layer, name, None)
                 if isinstance(value, torch.Tensor) and value.dim():
-                    tensors[f"layers.{index}.{name}"] = value[rows].cpu().contiguous()
+                    tensors[f"layers.{index}.{name}"] = value[rows, :, first:].cpu().contiguous()
                 elif value is not None:
                     tensors[f"layers.{index}.{name}"] = torch.as_tensor(value).cpu()
         if isinstance(layer, LinearAttentionCacheLayerMixin):
-            tensors |= {
-                f"layers.{index}.{name}": state[rows].cpu().contiguous() for name, state in states_of(layer).items()
-            }
+            for name, state in states_of(layer).items():
+                kind, number = name.split(".")
+                if kind == "conv_states":
+                    state = pad(state, (layer.conv_kernel_size[int(number)] - state.shape[-1], 0))
+                tensors[f"layers.{index}.{name}"] = state[rows].cpu().contiguous()
     if tokens is not None:
         shape = paged.num_seqs, paged.lengths[0]
         if tuple(tokens.shape) != shape:
