@@ -7,6 +7,7 @@ With a tiny Wan of random weights (on a GPU or a CPU), and with a real one on a 
 """
 
 import argparse
+from contextlib import ExitStack
 
 import torch
 
@@ -47,9 +48,11 @@ else:  # no text encoder and no decoder: a given embedding in, latent frames out
     call |= {"output_type": "latent"}
     policy = AttentionPolicy(skip_first=1, skip_last=1, steps=range(1, 4), min_length=128)
 
-with fp8_transformer(pipe.transformer, policy) as report:
-    frames = pipe(**call, callback_on_step_end=on_step_end(report)).frames[0]
-print(report)
+with ExitStack() as stack:
+    transformers = filter(None, (pipe.transformer, pipe.transformer_2))  # Wan 2.2 has two, each for some of the steps
+    reports = [stack.enter_context(fp8_transformer(transformer, policy)) for transformer in transformers]
+    frames = pipe(**call, callback_on_step_end=on_step_end(*reports)).frames[0]
+print(*reports, sep="\n")
 if args.model:
     export_to_video(frames, args.video, fps=16)
     print(f"wrote {args.video}")

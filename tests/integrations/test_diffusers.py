@@ -13,7 +13,16 @@ from fp8attn.numerics import relative_error
 
 pytest.importorskip("diffusers")
 
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel, WanTransformer3DModel
+from diffusers import (
+    ChromaTransformer2DModel,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from diffusers.models import attention_dispatch
 
 from fp8attn.integrations.diffusers import fp8_transformer, on_step_end
@@ -95,18 +104,13 @@ def test_wan_self_attention_by_block():
     model, inputs = wan(), wan_inputs()
     plain = model(**inputs)[0]
     keys = model.state_dict().keys()
-    with fp8_transformer(model, AttentionPolicy(min_length=1, skip_first=1, skip_last=2)) as report:
+    with fp8_transformer(model, AttentionPolicy(min_length=64, skip_first=1, skip_last=2)) as report:
         ours = model(**inputs)[0]
         assert model.state_dict().keys() == keys
     assert 0 < relative_error(ours, plain) < ERROR
-    cross = "left out by name (*.attn2)"
-    assert by_layer(report) == {
-        0: {"attn1": "left out by skip_first", "attn2": cross},
-        1: {"attn1": None, "attn2": cross},
-        2: {"attn1": None, "attn2": cross},
-        3: {"attn1": "left out by skip_last", "attn2": cross},
-        4: {"attn1": "left out by skip_last", "attn2": cross},
-    }
+    inner = {"attn1": None, "attn2": "shorter than 64 tokens"}  # the prompt has 33
+    first, last = (dict.fromkeys(inner, f"left out by {name}") for name in ("skip_first", "skip_last"))
+    assert by_layer(report) == {0: first, 1: inner, 2: inner, 3: last, 4: last}
     assert {(row.queries, row.keys) for row in report.rows} == {((90, 90), (90, 90)), ((90, 90), (33, 33))}
     assert torch.equal(model(**inputs)[0], plain)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
@@ -118,7 +122,7 @@ def test_weights_and_calls_are_of_inference_mode_or_not(made, called):
         expected = wan(2)(**wan_inputs())[0]
     with made():
         model, inputs = wan(2), wan_inputs()
-    with fp8_transformer(model, AttentionPolicy(min_length=1)) as report:
+    with fp8_transformer(model, AttentionPolicy(min_length=64)) as report:
         with called():
             first = model(**inputs)[0]
         with torch.no_grad():
@@ -142,10 +146,57 @@ def test_flux_joint_attention_by_block():
     assert torch.equal(model(**inputs)[0], plain)
 
 
+SIZE = {"attention_head_dim": 64, "num_attention_heads": 2}
+OTHERS = {  # a model, inputs, and its blocks in order
+    "Chroma": (  # lists of an embedding, without attention, come first
+        lambda: ChromaTransformer2DModel(
+            in_channels=16, num_layers=1, num_single_layers=2, joint_attention_dim=32, axes_dims_rope=(16, 24, 24),
+            approximator_num_channels=64, approximator_hidden_dim=32, approximator_layers=1, **SIZE,
+        ),
+        lambda: {name: value for name, value in flux_inputs().items() if name != "pooled_projections"},
+        ["transformer_blocks.0", "single_transformer_blocks.0", "single_transformer_blocks.1"],
+    ),
+    "SD3": (
+        lambda: SD3Transformer2DModel(
+            sample_size=16, in_channels=4, out_channels=4, num_layers=3, joint_attention_dim=32,
+            caption_projection_dim=128, pooled_projection_dim=32, pos_embed_max_size=16, **SIZE,
+        ),
+        lambda: {
+            "hidden_states": torch.randn(2, 4, 16, 16), "encoder_hidden_states": torch.randn(2, 21, 32),
+            "pooled_projections": torch.randn(2, 32), "timestep": torch.tensor([500, 500]), "return_dict": False,
+        },
+        ["transformer_blocks.0", "transformer_blocks.1", "transformer_blocks.2"],
+    ),
+    "VACE": (
+        lambda: WanVACETransformer3DModel(
+            in_channels=4, out_channels=4, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=2, rope_max_seq_len=64,
+            vace_layers=[0], vace_in_channels=8, **SIZE,
+        ),
+        lambda: wan_inputs() | {
+            "control_hidden_states": torch.randn(1, 8, 3, 12, 10), "control_hidden_states_scale": torch.ones(1)
+        },
+        ["blocks.0", "blocks.1", "vace_blocks.0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_blocks_of_other_models(name):
+    torch.manual_seed(0)
+    make, make_inputs, blocks = OTHERS[name]
+    model, inputs = seeded(make()), make_inputs()
+    plain = model(**inputs)[0]
+    with fp8_transformer(model, AttentionPolicy(min_length=64, skip_first=1)) as report:
+        assert 0 < relative_error(model(**inputs)[0], plain) < ERROR
+    found = {row.layer: (row.name.rpartition(".")[0], row.reason) for row in report.rows if "attn2" not in row.name}
+    assert found == {i: (block, None if i else "left out by skip_first") for i, block in enumerate(blocks)}
+    assert torch.equal(model(**inputs)[0], plain)
+
+
 def test_blocks_compiled_one_by_one_as_diffusers_does():
     torch._dynamo.reset()
     model, inputs = wan(10), wan_inputs()
-    policy = AttentionPolicy(min_length=1, skip_first=2, skip_last=2)
+    policy = AttentionPolicy(min_length=64, skip_first=2, skip_last=2)
     plain = model(**inputs)[0]
     with fp8_transformer(model, policy):
         expected = model(**inputs)[0]
@@ -157,7 +208,7 @@ def test_blocks_compiled_one_by_one_as_diffusers_does():
     for row in report.rows:
         compiled[row.reason] += row.compiled
     assert {reason: n for reason, n in compiled.items() if reason is None or "skip" in reason} == {
-        "left out by skip_first": 1, None: 1, "left out by skip_last": 1,
+        "left out by skip_first": 2, None: 1, "left out by skip_last": 2,
     }  # fmt: skip
     assert (
         report.fp8_calls == len([row for row in report.rows if row.reason is None and row.calls]) == 6
@@ -198,15 +249,34 @@ def test_a_pipeline_follows_the_schedule():
     assert report.calls == 40 and report.fp8_calls == 20
 
 
+def test_both_transformers_of_wan_22_follow_one_schedule():
+    """The first one runs the noisier steps. Each has its own context and report, and a step is a step of the video."""
+    models = {"transformer": wan(1), "transformer_2": wan(1)}
+    pipe = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), boundary_ratio=0.5, **models)
+    pipe.set_progress_bar_config(disable=True)
+    call = {
+        "prompt_embeds": torch.randn(1, 33, 32), "guidance_scale": 1.0, "output_type": "latent", "height": 128,
+        "width": 128, "num_frames": 9, "num_inference_steps": 6,
+    }  # fmt: skip
+    policy = AttentionPolicy(min_length=64, steps=range(1, 5))
+    with fp8_transformer(pipe.transformer, policy) as first, fp8_transformer(pipe.transformer_2, policy) as second:
+        for _ in range(2):
+            pipe(callback_on_step_end=on_step_end(first, second), **call)
+    assert [(report.fp8_calls, report.calls, report.current_step) for report in (first, second)] == [(4, 12, 0)] * 2
+
+
 def test_what_is_refused(monkeypatch):
-    with (
-        pytest.raises(
-            ValueError, match=r"pipe\.transformer\); for a Linear, .*fp8_attention\(policy, transformer, layers="
-        ),
-        fp8_transformer(torch.nn.Linear(2, 2)),
-    ):
-        pass
     model = wan(1)
+    pipe = WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), transformer=model)
+    for wrong in (pipe, torch.nn.Linear(2, 2), None):
+        message = rf"pipe\.transformer\); got {type(wrong).__name__}\. .*fp8_attention\(policy, module\)"
+        with pytest.raises(ValueError, match=message), fp8_transformer(wrong):
+            pass
+    with pytest.raises(TypeError, match="must be an AttentionPolicy"), fp8_transformer(model, 4096):
+        pass
+    for wrong, got in (((), "none"), ((pipe, 0, 999, {}), "WanPipeline, int, int, dict"), ((None,), "NoneType")):
+        with pytest.raises(TypeError, match=rf"callback_on_step_end=on_step_end\(report\); got {got}"):
+            on_step_end(*wrong)
     monkeypatch.setattr(
         model.blocks[0].attn1.processor, "_attention_backend", attention_dispatch.AttentionBackendName.FLASH
     )

@@ -4,7 +4,7 @@ used.
 | module | what |
 |---|---|
 | `transformers/` | `FP8Cache`, and attention over its pages |
-| `diffusers.py` | `fp8_transformer`: attention of Wan and Flux in 8 bits |
+| `diffusers.py` | `fp8_transformer`: attention of its models in 8 bits |
 | `engine/` | what a plugin of any serving engine needs; it imports no engine |
 | `vllm/` | the plugin for vLLM; that for SGLang is a distribution of its own, `plugins/sglang` |
 | `k_eq_v.py` | keys that follow from values (Gemma 4), as latents |
