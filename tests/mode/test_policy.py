@@ -169,6 +169,18 @@ def test_a_model_that_does_not_fit_the_policy(net):
         scaled_dot_product_attention(*qkv())
 
 
+def test_the_report_says_what_was_forgotten(net, x):
+    with fp8_attention(AttentionPolicy(min_length=1, steps=range(2)), net) as report:
+        assert str(report) == (
+            "0 of 0 calls in FP8: no call of scaled_dot_product_attention reached this context on its thread"
+        )
+        net(x)
+        stuck = "; all at step 0: call the report's step after each (in diffusers: on_step_end)"
+        assert str(report).splitlines()[0] == f"5 of 5 calls in FP8{stuck}"
+        report.step()
+        assert str(report).splitlines()[0] == "5 of 5 calls in FP8"
+
+
 def test_the_report_does_not_grow_with_use(net):
     with fp8_attention(AttentionPolicy(min_length=20), net) as report:
         for length in range(10, 31):

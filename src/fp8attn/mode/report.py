@@ -61,13 +61,15 @@ class AttentionReport:
     policy: AttentionPolicy
     current_step: int = 0
     step_runs: bool = field(init=False)
+    _stepped: bool = False  # whether `step` was called
     _rows: dict[tuple[str, str | None], ModuleCalls] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.step(self.current_step)
+        self.step_runs = self.policy.takes_step(self.current_step)
 
     def step(self, index: int | None = None) -> None:
         """Begin the next diffusion step, or step `index`. A context begins with step 0."""
+        self._stepped = True
         self.current_step = self.current_step + 1 if index is None else index
         self.step_runs = self.policy.takes_step(self.current_step)
 
@@ -93,6 +95,8 @@ class AttentionReport:
         return self._rows[name, reason]
 
     def __str__(self) -> str:
+        if not self._rows:
+            return "0 of 0 calls in FP8: no call of scaled_dot_product_attention reached this context on its thread"
         table = [("module", "layer", "calls", "compiled", "queries", "keys", "heads", "ran in")]
         for row in self.rows:
             heads = "" if row.heads is None else "/".join(str(n) for n in dict.fromkeys(row.heads))
@@ -107,7 +111,9 @@ class AttentionReport:
         ]
         in_graphs = sum(row.compiled for row in self.rows if row.reason is not None)
         uncounted = f"; {in_graphs} compiled with torch's own SDPA, whose runs are not counted" if in_graphs else ""
-        return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8{uncounted}", *lines])
+        unstepped = self.policy.steps is not None and not self._stepped
+        stuck = "; all at step 0: call the report's step after each (in diffusers: on_step_end)" if unstepped else ""
+        return "\n".join([f"{self.fp8_calls} of {self.calls} calls in FP8{uncounted}{stuck}", *lines])
 
 
 def _heads(x: torch.Tensor) -> int:
