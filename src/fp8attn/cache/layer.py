@@ -93,10 +93,9 @@ class LayerPages:
         moved = (None if x is None else x.to(self.device, non_blocking=True) for x in tensors)
         self.format, self._pages = KVFormat(self.format.name, self.format.rotate, *moved), None
 
-    def replace(self, pool: torch.Tensor) -> torch.Tensor:
-        """Set another pool, and free the old one."""
+    def replace(self, pool: torch.Tensor | None) -> None:
+        """Set another pool, or none until the next use, and free the old one."""
         self.pool, self._pages = pool, None
-        return pool
 
     def pages(self, page_table: torch.Tensor, cache_seqlens: torch.Tensor, num_pages: int) -> KVPages:
         """The layer as `KVPages`, for kernels: the same object as long as its tensors are the same, because compiled
@@ -122,7 +121,8 @@ class LayerPages:
             pool[: len(old)] = old
         if self.scales is not None:
             scales_of(pool).copy_(self.scales.page_scales.to(self.device, non_blocking=True))
-        return self.replace(pool)
+        self.replace(pool)
+        return pool
 
     def drop_tails(self, pages: torch.Tensor, lengths: torch.Tensor) -> None:
         """Drop the tokens of `pages [N]` after the first `lengths [N]`: V becomes zero there. Of latents, no kernel

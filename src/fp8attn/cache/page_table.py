@@ -417,8 +417,7 @@ class PageTable:
         index = self.to_device(used, torch.long)
         pools = [None if layer.pool is None else layer.pool[index] for layer in self.layers]
         for layer, pool in zip(self.layers, pools, strict=True):
-            if pool is not None:
-                layer.replace(pool)
+            layer.replace(pool)
         number_of = {page: i for i, page in enumerate(used)} | {-1: -1}
         self.tables = [[number_of[page] for page in pages] for pages in self.tables]
         self.references, self.free = [self.references[page] for page in used], []

@@ -312,6 +312,22 @@ def test_a_static_caches_first_prompt_is_launched_for_its_own_tokens(llama, widt
     assert widths == [2] * 3 + [8] * 3 * 6
 
 
+@pytest.mark.parametrize("size", [None, 200])
+def test_a_batch_without_memory_may_be_followed_by_a_smaller_one(llama, monkeypatch, size):
+    ids, cache = prompt(), FP8Cache(llama, max_cache_len=size)
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as small:
+        small.setattr("fp8attn.integrations.transformers.layers.PagedKVCache", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            logits(llama, cache, ids)
+    assert not cache.is_initialized and int(cache.get_seq_length()) == 0
+    expected = logits(llama, FP8Cache(llama, max_cache_len=size), ids[:1])
+    assert torch.equal(logits(llama, cache, ids[:1]), expected)
+
+
 def test_a_narrow_table_changes_no_values():
     cache = FP8Cache(
         make(num_hidden_layers=1), key_dtype="e4m3", max_cache_len=1000

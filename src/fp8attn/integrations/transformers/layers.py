@@ -103,7 +103,6 @@ class FP8Layers:
         Raises:
             ValueError: no kernel takes the shape.
         """
-        self.unused = False
         options, spec = self.options, self.spec
         if not spec.v_in_k:  # an append refuses other latents
             spec = PageSpec(key_states.shape[-1], value_states.shape[-1], spec.k)
@@ -134,6 +133,7 @@ class FP8Layers:
             device=key_states.device,
             backend=options.backend,
         )
+        self.unused = False
         if self.config._attn_implementation == ATTN_IMPLEMENTATION:
             self.paged.ahead.attention |= self._attention(batch)
         return self.paged
@@ -158,7 +158,8 @@ class FP8Layers:
         batch. All else raises ValueError."""
         if self.unused:
             recording = self.paged.table.recording
-            del self.paged  # before its memory is allocated again
+            for layer in self.paged.layers:  # before its memory is allocated again
+                layer.replace(None)
             self.make(index, key_states, value_states).table.recording = recording
             return self.paged
         paged = self.paged
