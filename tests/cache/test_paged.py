@@ -240,6 +240,17 @@ def test_reserve_makes_appends_independent_of_the_host():
     assert cache.lengths == (293, 293)
 
 
+def test_reserve_never_replaces_the_tensors_of_the_static_form():
+    cache = PagedKVCache(HEADS, DIM, num_seqs=2, max_seqlen=300)
+    cache.append(0, *tokens(2 * 256))
+    pages = cache.pages(0)
+    cache.select([0, 0])  # two pages are free
+    cache.reserve(300)
+    with pytest.raises(ValueError, match=r"at most max_seqlen=300; got 400; make it with a larger max_seqlen"):
+        cache.reserve([400, 0])
+    assert cache.pages(0) is pages and cache.lengths == (256, 256)
+
+
 def test_half_the_bytes():
     cache = PagedKVCache(8, 128)
     k = torch.randn(4096, 8, 128)

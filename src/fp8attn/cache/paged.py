@@ -21,7 +21,7 @@ from ..scales import LayerScales
 from . import storage
 from .ahead import Ahead, Attention
 from .layer import LayerPages, lasting
-from .page_table import MOST_SEQUENCES, PageTable, is_capturing, num_pages_of
+from .page_table import LARGER, MOST_SEQUENCES, PageTable, is_capturing, num_pages_of
 from .step import Steps
 
 MOST_LAYERS = 2**14  # each has tensors
@@ -344,10 +344,12 @@ class PagedKVCache:
         gives back what only their queries see.
 
         Raises:
-            ValueError: `lengths` is not one number of tokens for each sequence.
+            ValueError: `lengths` is not one number of tokens for each sequence, or more than max_seqlen.
             OutOfPagesError: the pool has a fixed size and is too small. Nothing was changed.
         """
         counts = self.table.counts(lengths)
+        if self.max_seqlen is not None and max(counts) > self.max_seqlen:  # other tensors than compiled code has
+            raise ValueError(f"lengths must be at most max_seqlen={self.max_seqlen}; got {max(counts)}; {LARGER}")
         self.steps.check_complete("reserve")
         self.table.reserve(counts)
         self.steps.last = None
