@@ -232,8 +232,6 @@ class PageTable:
         """
         self.know_lengths()
         lengths = list(map(min, self.lengths, lengths))
-        for seq, length in enumerate(lengths):
-            self.check_held(seq, length)
         self._shorten(lengths)
         for pages, length in zip(self.tables, lengths, strict=True):
             self._release(pages[num_pages_of(length) :])
@@ -301,7 +299,9 @@ class PageTable:
         self._moved()
 
     def _shorten(self, lengths: list[int]) -> None:
-        """Set the lengths. A sequence that gets shorter has tokens past its end."""
+        """Set the lengths. A sequence that gets shorter has tokens past its end. Raises as `check_held`."""
+        for seq, length in enumerate(lengths):
+            self.check_held(seq, length)
         for seq, (old, new) in enumerate(zip(self.lengths, lengths, strict=True)):
             if new < old:
                 self._note_tail(seq, new, True)
@@ -327,24 +327,16 @@ class PageTable:
         """
         if not self.counted:
             self._read_lengths()
-            self.counted = self.counted and complete
+            self.counted = complete and not self.captured
 
     def sync(self) -> None:
-        """Read the lengths back, and drop tokens that only some layers have.
-
-        Raises:
-            RuntimeError: as `check_held`. Nothing was changed.
-        """
+        """Read the lengths back, and drop tokens that only some layers have. Raises as `check_held`."""
         self._read_lengths()
         self._moved()
 
     def _read_lengths(self) -> None:
         """Read back from the device the number of tokens that every layer has, which waits for the GPU."""
-        lengths = torch.stack(self.cache_seqlens).amin(0).tolist()
-        for seq, length in enumerate(lengths):
-            self.check_held(seq, length)
-        self._shorten(lengths)
-        self.counted = not self.captured
+        self._shorten(torch.stack(self.cache_seqlens).amin(0).tolist())
 
     # Arguments
 

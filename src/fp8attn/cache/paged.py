@@ -150,11 +150,6 @@ class PagedKVCache:
         return lengths[seq]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all layers have appended the tokens of the last step."""
-        return self.steps.is_complete
-
-    @property
     def is_unseen(self) -> bool:
         """Whether compiled code or a CUDA graph appended the last tokens, of which the host knows nothing, or one is
         captured now.
@@ -175,8 +170,7 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device: pages (also free ones), means, page table and lengths."""
-        of_layers = [(layer.pool, *layer.format.tensors) for layer in self.layers]
-        tensors = [x for xs in of_layers for x in xs if x is not None]
+        tensors = [x for layer in self.layers for x in (layer.pool, *layer.format.tensors) if x is not None]
         return sum(x.nbytes for x in (*tensors, self.table.page_table, *self.table.cache_seqlens))
 
     def __repr__(self) -> str:
@@ -419,9 +413,8 @@ class PagedKVCache:
         self.steps.last = None
 
     def sync(self) -> None:
-        """Read the lengths back from the device. Call it after other code appended to `pages` or changed its lengths.
-
-        Tokens that only some layers have appended are dropped.
+        """Read the lengths back from the device, and drop tokens that only some layers have. Call it after other code
+        appended to `pages` or changed its lengths.
 
         Raises:
             RuntimeError: as `truncate`.

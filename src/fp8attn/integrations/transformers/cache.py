@@ -231,10 +231,9 @@ class FP8Cache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors of all layers on the device, FP8 and 16-bit."""
-        paged = sum(group.paged.nbytes for group in self.groups)
         plain = [x for layer in self._plain for x in (layer.keys, layer.values) if x is not None]
         states = [x for layer in self._states for x in files.states_of(layer).values()]
-        return paged + sum(x.nbytes for x in (*plain, *states))
+        return sum(group.paged.nbytes for group in self.groups) + sum(x.nbytes for x in (*plain, *states))
 
     @property
     def fp8_layers(self) -> tuple[int, ...]:
@@ -307,7 +306,7 @@ class FP8Cache(Cache):
     def _agree(self) -> bool:
         """Whether all layers hold the same tokens, as far as it can be seen. It waits for the GPU only after a forward
         of a static cache outside of compiled code, if there are layers in 16 bits or several `groups`."""
-        if not all(group.paged.is_complete for group in self.groups):
+        if not all(group.paged.steps.is_complete for group in self.groups):
             return False
         if len(self.groups) == 1 and not (self._plain or self._states):
             return True
@@ -334,10 +333,8 @@ class FP8Cache(Cache):
             length = lengths.get(index, longest)
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 lost = min(lengths.values()) < longest or not layer.is_croppable or not layer.record_past
-                lost = lost or any(
-                    state.shape[-1] - (length - target) < min(target, layer.conv_kernel_size[number])
-                    for number, state in layer.conv_states.items()
-                )
+                held = [(layer.conv_kernel_size[i], x.shape[-1]) for i, x in layer.conv_states.items() if x is not None]
+                lost = lost or any(n - (length - target) < min(target, size) for size, n in held)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 lost = layer.keys.shape[2] - (length - target) < min(target, layer.sliding_window - 1)
             else:
@@ -406,12 +403,9 @@ class FP8Cache(Cache):
             ValueError: the number is positive.
             RuntimeError: a layer cannot go back so far. Nothing was changed.
         """
-        if (
-            isinstance(tokens_to_remove, torch.Tensor)
-            and tokens_to_remove.dtype == torch.int64
-            and not tokens_to_remove.dim()
-        ):
-            tokens_to_remove = int(tokens_to_remove)
+        tensor = tokens_to_remove if isinstance(tokens_to_remove, torch.Tensor) else None
+        if tensor is not None and (tensor.dtype, tensor.dim()) == (torch.int64, 0):
+            tokens_to_remove = int(tensor)
         if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}"

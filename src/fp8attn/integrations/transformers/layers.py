@@ -113,7 +113,6 @@ class FP8Layers:
                 f"cache"
             )
         batch, num_kv_heads, _, head_dim = key_states.shape
-        factors = [layer.factor for layer in self.layers]
         scales = [layer.scales for layer in self.layers if layer.scales is not None]
         means = [mean for layer in self.layers for mean in (layer.k_mean, layer.v_mean)]
         if any(mean is not None for mean in means):  # zeros for the others: all layers then have the same kernels
@@ -128,7 +127,7 @@ class FP8Layers:
             rotate_keys=[layer.rotate_keys for layer in self.layers],
             k_mean=None if spec.v_in_k else means[::2],
             v_mean=means[1::2],
-            factor=factors,
+            factor=[layer.factor for layer in self.layers],
             scales=scales or None,
             device=key_states.device,
             backend=options.backend,
