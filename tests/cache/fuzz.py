@@ -33,7 +33,7 @@ LENGTHS = (0, 0, 1, 1, 1, 2, 5, 17, 100, 127, 128, 130)
 WINDOWS = (1, 5, 100, 128, 129, 200, 384)
 OPERATIONS = {
     "append": 40, "step": 14, "overfull": 6, "truncate": 12, "select": 8, "copy": 8, "interrupted": 3, "lengths": 4,
-    "reset": 2,
+    "reset": 2, "reserve": 4,
     "draft": 10, "record": 3, "deepcopy": 2, "files": 3,
 }  # fmt: skip
 
@@ -230,6 +230,19 @@ class Caches:
             cache.reset()
         self.held = [0] * len(self.held)
         self.shortened()
+
+    def do_reserve(self) -> None:
+        """Pages for more tokens, or a layer with more; then the lengths are read back."""
+        more = [min(self.most, held + self.random.choice(LENGTHS)) for held in self.held]
+        stops = self.random.random() < 0.5 and max(self.held) < self.most
+        k, v = self.tokens(len(self.held))
+        for cache in self.all:
+            cache.reserve(more)
+            if stops:
+                cache.append(0, k, v)
+            cache.sync()
+        if not self.recording:
+            self.given_back()
 
     def do_record(self) -> None:
         """Caches with a window keep every token until the next truncation, or no longer do."""
