@@ -403,9 +403,12 @@ class FP8Cache(Cache):
             ValueError: the number is positive.
             RuntimeError: a layer cannot go back so far. Nothing was changed.
         """
-        tensor = tokens_to_remove if isinstance(tokens_to_remove, torch.Tensor) else None
-        if tensor is not None and (tensor.dtype, tensor.dim()) == (torch.int64, 0):
-            tokens_to_remove = int(tensor)
+        if (
+            isinstance(tokens_to_remove, torch.Tensor)
+            and tokens_to_remove.dtype == torch.int64
+            and not tokens_to_remove.dim()
+        ):
+            tokens_to_remove = int(tokens_to_remove)
         if not is_whole(tokens_to_remove) or tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to forget, as in transformers; got {tokens_to_remove!r}"

@@ -24,7 +24,9 @@ class KeptLayer(StaticLayer):
         self.cumulative_length.add_(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence `repeats` times, which must be 1, so nothing changes."""
+        """Repeat every sequence `repeats` times, which must be 1."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(len(self.keys), device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Replace each sequence `i` with a copy of the previous sequence `indices[i]`. Their number is the same."""
